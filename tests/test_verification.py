@@ -254,6 +254,26 @@ def test_batch_normalisation_has_the_micro_batches_of_its_stage(
     assert result.is_good, result.summary()
 
 
+class MaskedNorm(TwoNorms):
+    """A masked mean, whose slices one process cannot weigh by their samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.last_norm(self.second(self.norm(self.first(x)).tanh()))
+        counts = (x[:, :1] > -0.5).float()
+        return ((self.head(hidden) - 1).square() * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("size", [8, 7])
+def test_replicas_with_unequal_samples_are_no_error_of_batch_normalisation(size: int) -> None:
+    """Of 12 samples, 8 and 4, or 7 and 5, on two replicas: one process has other micro-batches."""
+    workload = Workload(MaskedNorm(), torch.randn(12, 4))
+    model = Built(capture(workload.module, workload.example), workload)
+    chosen = plan(model, 1, batch_size=12, microbatch_size=[size], replicas=[2])
+    result = verify(workload, chosen, captured=model.captured, timeout=LIMIT_S)
+    assert result.num_devices == 2
+    assert result.is_good, result.summary()
+
+
 class Coarse(nn.Module):
     """Weights of 8 bits, which micro-batches round at other places than the whole batch does."""
 

@@ -51,6 +51,16 @@ def test_progress_with_a_flush_has_steps(capsys):
     assert line.endswith("loss 2.0000, 8 samples/s, step 1000.00 ms (predicted 500.00)")
 
 
+def test_metrics_are_means_over_the_steps_of_the_loss(capsys):
+    """Parts of a loss add up to it in the line: the first two of twelve steps no longer count."""
+    progress = TrainingProgress(0.0)
+    for step in range(1, 13):
+        metrics = {"half": step / 2, "rest": step / 2}
+        progress(StepEvent(step, step, 12, 0, float(step), metrics, 1.0, 8))
+    said = "loss 7.5000, half 3.750, rest 3.750, 8 samples/s, step 1000.00 ms"
+    assert capsys.readouterr().err.strip().endswith(said)
+
+
 def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
     """The prediction is that of the plan under which training goes on, and so are the times."""
     progress = TrainingProgress(0.5)

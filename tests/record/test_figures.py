@@ -147,6 +147,13 @@ def test_a_metric_that_is_not_finite_is_told(tmp_path: Path, capsys) -> None:
     assert said == "not finite"
 
 
+def test_metrics_of_training_are_told_to_be_of_one_step() -> None:
+    """They stand below a loss that is a mean of ten; held-out means are of all batches."""
+    run = replace(RUN, metrics={"accuracy": 0.5}, chance={"accuracy": 0.25})
+    (said,) = (f.line for f in told(run.figures()) if f.name == "accuracy")
+    assert said == "0.5000, of the last step; chance 0.25"
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

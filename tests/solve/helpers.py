@@ -80,6 +80,9 @@ class Scripted(Search):
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
         return []
 
+    def branches(self, limit: float) -> list[StageGraph]:
+        return []
+
 
 @dataclass(frozen=True)
 class Limited:

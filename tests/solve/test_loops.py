@@ -157,3 +157,16 @@ def test_a_search_for_other_stages_does_not_begin_with_such_a_plan(option: dict[
     assert planned(cost, 4, start=start, planner_options={"evaluations": 0})
     with pytest.raises(InvalidPlanError, match="the stages to begin with are"):
         planned(cost, 4, start=start, planner_options={"evaluations": 0, **option})
+
+
+def test_a_join_is_on_a_device_of_one_of_its_branches():
+    """Three branches of 12, 9 and 9 s and a join of .6 s, of one sample on three devices: a stage
+    of branch and join would begin the branch when the others have ended.
+    """
+    work_s = [2.0, 2.0, 1.0, 2.0, 1.0, 2.0, 0.2]
+    edges = ((0, 1), (1, 6), (2, 3), (3, 6), (4, 5), (5, 6))
+    machines = cluster(3, bandwidth=1e9)
+    cost = cost_model(edges, work_s, [2 * s for s in work_s], machines)
+    best = planned(cost, 1)
+    assert best.stage_graph.shares_devices
+    assert best.predicted.step_s == pytest.approx(12.6, rel=1e-3)

@@ -102,7 +102,7 @@ class TrainingProgress:
     """Shows loss, samples per second and the step beside its prediction, on standard error.
 
     A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
-    ten seconds. The loss is the mean over the last ten, the time of a mini-batch without a
+    ten seconds. Loss and metrics are means over the last ten, the time of a mini-batch without a
     flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
     nothing. What was slow at the last look is named. Steps are counted on from those that were
     done before the run was resumed, or started again.
@@ -113,7 +113,7 @@ class TrainingProgress:
         self._started = self._shown = time.monotonic()
         self._seconds: list[float] = []
         self._samples: list[int] = []
-        self._losses: deque[float] = deque(maxlen=10)
+        self._last: deque[StepEvent] = deque(maxlen=10)
         self._slow = ""
 
     def __call__(self, event: Event) -> None:
@@ -134,7 +134,7 @@ class TrainingProgress:
         if event.seconds:
             self._seconds.append(event.seconds)
             self._samples.append(event.samples)
-        self._losses.append(event.loss)
+        self._last.append(event)
         last = event.done == event.total
         now = time.monotonic()
         if not last and now - self._shown < (0.1 if terminal else 10.0):
@@ -147,7 +147,7 @@ class TrainingProgress:
     def _line(self, event: StepEvent, now: float) -> str:
         """All of it in words."""
         what, count, loss = self._words(event)
-        line = f"{count}, {now - self._started:.0f} s: {loss}{_metrics(event)}"
+        line = ", ".join([f"{count}, {now - self._started:.0f} s: {loss}", *self._metrics()])
         if self._seconds:
             taken, rate = self._typical()
             line += f", {rate:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
@@ -173,7 +173,7 @@ class TrainingProgress:
             parts.append(f"{taken * 1e3:,.2f} ms{against}")
         shown = [loss]
         room -= len(count) + 1 + len(loss) + (_LEAST_BAR + 1) * bool(event.total)
-        for part in [*parts, *_metrics(event).split(", ")[1:]]:
+        for part in [*parts, *self._metrics()]:
             if (room := room - len(part) - 2) < 0:
                 break
             shown.append(part)
@@ -189,9 +189,17 @@ class TrainingProgress:
     def _words(self, event: StepEvent) -> tuple[str, str, str]:
         """The unit, how many are done, and the loss."""
         what = "mini-batch" if self._is_async else "step"
-        loss = sum(self._losses) / len(self._losses)
+        loss = sum(event.loss for event in self._last) / len(self._last)
         total = f"/{event.step - event.done + event.total}" if event.total else ""
         return what, f"{what} {event.step}{total}", f"loss {loss:.4f}"
+
+    def _metrics(self) -> list[str]:
+        """Metrics as means over the same steps as the loss."""
+        values: dict[str, list[float]] = {}
+        for event in self._last:
+            for name, value in event.metrics.items():
+                values.setdefault(name, []).append(value)
+        return [f"{name} {sum(seen) / len(seen):.3f}" for name, seen in values.items()]
 
     def _typical(self) -> tuple[float, float]:
         """Seconds of a step, and samples per second."""
@@ -201,10 +209,6 @@ class TrainingProgress:
         mean = fmean if self._is_async else lambda per_step: median(per_step[-50:])
         taken = mean(self._seconds)
         return taken, mean(self._samples) / taken
-
-
-def _metrics(event: StepEvent) -> str:
-    return "".join(f", {name} {value:.3f}" for name, value in event.metrics.items())
 
 
 def _clock(seconds: float) -> str:

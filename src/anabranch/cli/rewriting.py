@@ -145,6 +145,7 @@ def plan_with_rewrites(
 
     def attempt(*names: str) -> None:
         key = ",".join(names)
+        announce(f"trying rewrite {key}")
         try:
             rewritten = profile_of(replace(source, rewrites=names))
             announce(f"planning with rewrite {key}")

@@ -62,7 +62,9 @@ def _learned(document: Document) -> Iterator[Figure]:
     for name, value in metrics.items():
         chance = document["chance"].get(name)
         said = "not finite" if value is None else f"{value:.4f}"
-        yield Figure(prefix + name, said, f"chance {chance:.4g}" if chance else "")
+        when = "" if prefix else "of the last step"
+        of_chance = f"chance {chance:.4g}" if chance else ""
+        yield Figure(prefix + name, said, "; ".join(filter(None, (when, of_chance))))
     if document["gradients"]:
         value, _, more = document["gradients"].partition(": ")
         yield Figure("gradients", value, more)

@@ -139,7 +139,8 @@ class Contest:
             self.improve()
 
     def loop(self, start: StageGraph | None = None) -> None:
-        """Judge rows of stages that pass the devices several times, if that is enough shorter.
+        """Judge rows of stages that pass the devices several times, and branches whose join is on a
+        device of one of them, if that is enough shorter.
 
         Args:
             start: stages to begin with whose devices have several: judged in any case.
@@ -151,12 +152,15 @@ class Contest:
             recompute = any(stage.recompute for stage in self.winner("").graph.stages)
             graphs = [*self._improving.loops(limit, recompute=False)]
             graphs += self._improving.loops(limit, recompute=True) if recompute else ()
-            self._judge_loops(graphs, limit)
+            joined = self._improving.branches(limit)
+            for some in (graphs, joined):  # apart: what is shorter at first may improve less
+                self._judge_loops(some, limit)
 
     def _judge_loops(self, graphs: Sequence[StageGraph], limit: float) -> None:
         """Judge stage graphs whose devices have several stages, then what lies near the best."""
         ways: Sequence[tuple[str, ...]] = LOOP_SCHEDULES if self.choice.split else [self._schedules]
         best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
+        best_cost = costs[0]
         for turn in range(SETTINGS.loop_turns):
             before = best
             if len(graphs) > SETTINGS.most_loops:  # bounds with shared state are much the same
@@ -164,13 +168,15 @@ class Contest:
             for cost in costs:
                 some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
                 if (better := best_loop(cost, some, limit, ways, passes)) is not None:
-                    best = self._split = better
-                    self.cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
+                    best = better
+                    best_cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
             if best is None or best is before or self._improving is None:
                 break
-            costs, ways, limit = [self.cost], [(best[1].schedule,)], best[0]
+            costs, ways, limit = [best_cost], [(best[1].schedule,)], best[0]
             graphs = [*self._improving.near_loops(best[1].proposal)]
             passes = SETTINGS.near_passes
+        if best is not None and best[0] < self.best_s:
+            self._split, self.cost = best, best_cost
 
     @property
     def is_misled(self) -> bool:

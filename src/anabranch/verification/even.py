@@ -69,6 +69,28 @@ def in_several(captured: Captured, plan: Plan) -> Plan:
         return plan
 
 
+def in_equal_slices(captured: Captured, plan: Plan) -> Plan:
+    """With micro-batches of which all replicas of a stage get as many samples, and the batch cut
+    to a multiple of them: with batch normalisation one process then computes on the same samples.
+
+    Unchanged where that is so, without batch normalisation, and if the model fails with so few.
+    """
+    graph = plan.stage_graph
+    parted = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
+    if not captured.graph.normalised or all(len(graph.slice_sizes(s)) == 1 for s in parted):
+        return plan
+    replicas = math.lcm(*(graph.stages[s].replicas for s in parted))
+    most = min(graph.batch_size // 2, *(graph.stages[s].microbatch_size for s in parted))
+    size = most // replicas * replicas
+    if not size:
+        return plan
+    cut = replace(plan, stage_graph=replace(graph, batch_size=graph.batch_size // size * size))
+    try:
+        return with_sizes(captured, cut, dict.fromkeys(parted, size))
+    except CaptureError:
+        return plan
+
+
 def with_sizes(captured: Captured, plan: Plan, sizes: Mapping[int, int]) -> Plan:
     """Give some stages other micro-batch sizes; CaptureError if the model fails with them."""
     graph = plan.stage_graph

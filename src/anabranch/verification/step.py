@@ -42,9 +42,11 @@ from anabranch.runtime.reference import (
     num_samples,
     reference,
     require_repeatable,
+    take,
 )
 from anabranch.verification.even import (
     even_plan,
+    in_equal_slices,
     in_several,
     on_one_device,
     one_after_the_other,
@@ -79,7 +81,8 @@ def verify(
     """Compare one step of a pipeline on local ranks with one process.
 
     Dropout is switched off on both sides, unless ``dropout`` says otherwise. Stages whose batch is
-    one micro-batch get two, so that what becomes of several is seen.
+    one micro-batch get two, so that what becomes of several is seen. With batch normalisation and
+    replicas, sizes are such that replicas of a stage have as many samples each.
 
     Args:
         workload: its data and optimizer are not used.
@@ -128,7 +131,9 @@ def verify(
     batch = captured.layout.packed(workload.example if batch is None else batch)
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
-    plan = in_several(captured, replace(plan, stage_graph=graph))
+    plan = in_equal_slices(captured, replace(plan, stage_graph=graph))
+    batch, size = take(batch, 0, plan.stage_graph.batch_size), plan.stage_graph.batch_size
+    plan = in_several(captured, plan)
     exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)

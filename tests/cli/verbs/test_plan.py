@@ -13,11 +13,13 @@ import pytest
 from anabranch import planner as planners
 from anabranch.cli.source import ModelSource
 from anabranch.cli.verbs import plan as plan_verb
+from anabranch.cli.verbs.plan import faster
 from anabranch.errors import InfeasiblePlanError
 from anabranch.files import load_plan
 from anabranch.graph import capture as graph_capture
+from anabranch.plans.stages import Stage
 from anabranch.weights import POLICIES
-from tests.cli.examples import TOWERS, Interrupted, four
+from tests.cli.examples import TOWERS, Interrupted, a_plan, four
 
 
 def test_a_profile_file_is_planned_without_torch(profile, tmp_path):
@@ -185,6 +187,14 @@ def test_planner_options_reach_the_planner(document, run, profile):
     assert "max_replicas" in err
     code, _, err = run(*arguments, "--planner-option", "recompute")
     assert code == 2
+
+
+def test_a_baseline_that_is_as_fast_is_not_called_faster():
+    """A tenth of a percent less is told as the same step by the line before."""
+    stage = Stage(("a",), (0,), 8)
+    for step_s, is_faster in ((0.999, False), (0.9, True)):
+        other = a_plan(stage, step_s=step_s)
+        assert bool(faster({"sequential": other}, a_plan(stage))) is is_faster
 
 
 def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):

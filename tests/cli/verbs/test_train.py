@@ -193,7 +193,7 @@ def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
     said.clear()
     where = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
     assert run("plan", TOWERS, *where)[0] == 0
-    assert said == ["planning with rewrite join-split"]
+    assert said == ["trying rewrite join-split", "planning with rewrite join-split"]
 
 
 @pytest.mark.dist

@@ -40,6 +40,17 @@ def by_default() -> Plan:
     return found()
 
 
+def test_what_lies_near_a_plan_with_shared_devices_says_where_it_began():
+    """Nothing was proposed before that a note could name."""
+    graph = hand_made().stage_graph
+    first, last = (replace(stage, devices=(0, 1, 2, 3)) for stage in graph.stages)
+    search = Auto()(COST, batch_size=64, start=replace(graph, stages=(first, last)))
+    near = search.near_loops(replace(graph, stages=(first, last)))
+    assert {search.origin(g) for g in near} == {
+        "started from the plan of the user, changed a little"
+    }
+
+
 @pytest.mark.parametrize("name", [*STARTS, "dapple"])
 def test_never_behind_its_starts(name):
     """Their proposals are among its own."""

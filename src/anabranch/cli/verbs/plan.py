@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -133,6 +135,7 @@ def plan(
     costs, optimizer = costs_of(source)
     if is_timed:
         begin_compiling(planner)
+    began = time.monotonic()
     announce(f"planning for {cluster.num_devices} devices")
     try:
         tried = plan_with_rewrites(
@@ -182,6 +185,7 @@ def plan(
             flushed = flush_text(
                 dict(solve.baselines(sync, costs, cluster, names=names, **planning.search)), best
             )
+    planned_s = time.monotonic() - began
     why = None
     if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
@@ -213,7 +217,7 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    lines = [*gains(others, best), _faster(others, best), flushed]
+    lines = [*gains(others, best), faster(others, best), flushed]
     say(best.summary([line for line in lines if line]))
     say(best.glossary)
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
@@ -222,8 +226,9 @@ def plan(
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
         say(STALENESS_WORDS)
     typer.echo(
-        f"found in {best.search_s:.3f} s of search, {best.simulate_s:.3f} s of simulation and "
-        f"{best.improve_s:.3f} s of improvement"
+        f"planned in {planned_s:.1f} s, of which the search that found this plan took "
+        f"{best.search_s:.3f} s, its simulation {best.simulate_s:.3f} s and improvement "
+        f"{best.improve_s:.3f} s"
     )
     for line in tried.lines():
         say(line)
@@ -283,11 +288,12 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     return f"with a flush, {steps} per batch{verdict}: {how}"
 
 
-def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
+def faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
     plans = {name: other for name, other in plans_among(others).items() if name != "from"}
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
-    if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
+    step_s, own_s = plans[name].figures.step_s if name else math.inf, ours.figures.step_s
+    if step_s >= own_s or gain_text(name, step_s, own_s, ours.mode).startswith("as fast as"):
         return ""
     from anabranch.solve import BASELINES
 

@@ -1,4 +1,5 @@
-"""Loops: stages in a row that pass the devices several times, so that each device has several.
+"""Stages of which a device has several: rows that pass the devices several times (loops), and
+branches whose join is on a device of one of them.
 
 The work of each stage is a smaller part of the model, and the last devices begin sooner. Eight
 stages on four devices, again and again or there and back::
@@ -44,6 +45,56 @@ def loops(space: Space, limit: float, *, recompute: bool) -> Iterator[StageGraph
                     yield graph
                     if is_back:
                         yield _joined(space, graph)
+
+
+def branches(space: Space, limit: float) -> Iterator[StageGraph]:
+    """Generate stage graphs with branches of the model dealt out to all devices, a stage on each,
+    and a last stage with what joins them on the device with the least of their work.
+
+    The last stage has every operator behind a certain share of the model's work. Without it a
+    branch beside the join in one stage would wait for the other branches.
+    """
+    graph, work, count = space.cost.graph, space.work, space.cost.cluster.num_devices
+    behind = work @ space.reaches
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for share in np.unique(behind)[::-1]:
+        last = np.flatnonzero(behind >= share)
+        if count < 2 or work[last].sum() * count > work.sum():
+            break
+        groups: list[list[int]] = [[] for _ in range(count)]
+        components = _components(space, np.flatnonzero(behind < share).tolist())
+        for component in sorted(components, key=lambda ops: -work[ops].sum()):
+            min(groups, key=lambda ops: work[ops].sum()).extend(component)
+        key = tuple(tuple(sorted(group)) for group in groups)
+        if not all(groups) or key in seen:
+            continue
+        seen.add(key)
+        device = min(range(count), key=lambda d: work[groups[d]].sum())
+        for size in space.sizes:
+            forward_s, backward_s = space.cost.op_seconds(size)
+            seconds = (forward_s + backward_s) * -(-space.batch_size // size)
+            if max(seconds[group].sum() for group in groups) < limit:
+                parts = [*groups, last.tolist()]
+                sizes = [
+                    space.batch_size if any(graph.whole_batch >> op & 1 for op in part) else size
+                    for part in parts
+                ]
+                stages = [
+                    Stage(("",), (d,), samples)
+                    for d, samples in zip([*range(count), device], sizes, strict=True)
+                ]
+                if (dealt := _with_edges(space, parts, stages)) is not None:
+                    yield dealt
+
+
+def _components(space: Space, operators: Sequence[int]) -> list[list[int]]:
+    """Operators in groups that no edge connects."""
+    home = {op: {op} for op in operators}
+    for a, b in space.edges.T.tolist():
+        if a in home and b in home and home[a] is not home[b]:
+            home[a] |= home[b]
+            home.update(dict.fromkeys(home[b], home[a]))
+    return [sorted(group) for group in {id(group): group for group in home.values()}.values()]
 
 
 def _sizes(space: Space) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,8 @@
    of ``evaluator``.
 3. All starts and the best drafts are proposed; ``solve`` simulates them, then the best of what lies
    near the best plan (``Search.near``), as long as that finds a better one.
-4. In the end it simulates rows of stages that pass the devices several times (``loops``).
+4. In the end it simulates rows of stages that pass the devices several times, and branches whose
+   join is on a device of one of them (``loops``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from random import Random
 
 from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of, variants
-from anabranch.planner.auto.loops import loops, near_loops, turns_back
+from anabranch.planner.auto.loops import branches, loops, near_loops, turns_back
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -128,9 +128,16 @@ class Search:
             for graph in graphs
         ]
 
+    def branches(self, limit: float) -> list[StageGraph]:
+        """Stage graphs with a branch on each device and their join on one of these."""
+        if not self._space.several:
+            return []
+        origin = "branches side by side, with their join on one of their devices"
+        return [self._remember(graph, origin) for graph in branches(self._space, limit)]
+
     def near_loops(self, graph: StageGraph) -> list[StageGraph]:
         """Stage graphs that differ little from one whose devices have several stages."""
-        origin = self.origin(graph)
+        origin = self.origin(graph) or "started from the plan of the user"
         if not origin.endswith("changed a little"):
             origin = f"{origin}, changed a little"
         return [self._remember(near, origin) for near in near_loops(graph, self._space)]

@@ -171,9 +171,9 @@ def common_norm_remark(workload: Workload) -> str:
         f"clip_norm {(norm := workload.clip_norm):g} is the norm over all stages, which would have "
         "to wait for each other in every update, and their gradients of one mini-batch are not "
         "there at one time; take clip_stage_norm in its place, which clips the gradients of each "
-        "stage by themselves: anabranch train run.toml, where the file says model = "
-        f'"{workload.name or "MODEL"}", mode = "async" and clip-stage-norm = {norm:g}; or train '
-        "with --mode sync"
+        "stage by themselves: anabranch train run.toml --trust, where the file says "
+        f'model = "{workload.name or "MODEL"}", mode = "async" and clip-stage-norm = {norm:g}; or '
+        "train with --mode sync"
     )
 
 
