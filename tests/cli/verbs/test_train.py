@@ -158,7 +158,7 @@ def _nothing_is_captured(monkeypatch):
     ("model", "arguments", "message"),
     [
         ("clipped", [], "PolicyError: clip_norm 1 is the norm over all stages"),
-        ("clipped", [], 'run.toml, where the file says model = "tests.cli.models:clipped"'),
+        ("clipped", [], 'run.toml --trust, where the file says model = "tests.cli.models:clipped"'),
         ("towers", ["--precision", "fp16"], "PolicyError: fp16 scales the loss"),
         ("towers", ["--policy", "spectrain"], "PolicyError: spectrain predicts with the momentum"),
         ("without_data", [], "DataError: the workload has no data"),
