@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
-_CASTS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
+_CAST_OPERATIONS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class AutocastRegion:
 
     Attributes:
         device_type, dtype: its arguments.
-        cast_parameters: parameters, which autocast casts once for all that read them, with a type
-            -> the call that casts.
+        cast_parameters: the call that casts a parameter to a type, by both: autocast casts it once
+            for all operations that read it.
     """
 
     device_type: str
@@ -38,8 +38,8 @@ class AutocastRegion:
     cast_parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
 
     def casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
-        """Arguments that autocast casts for a call, with their types; None where it casts something
-        in between.
+        """Return the type that autocast casts each argument of a call to; None where it casts other
+        values, inside of the call.
         """
         alike = dict[fx.Node, Any]()
 
@@ -50,12 +50,12 @@ class AutocastRegion:
                 alike[node] = torch.empty_like(value.detach(), device=self.device_type)
             return alike.get(node, value)
 
-        if getattr(target, "_schema", None) is None or target.overloadpacket in _CASTS:
+        if getattr(target, "_schema", None) is None or target.overloadpacket in _CAST_OPERATIONS:
             return {}
         values, options = fx.map_arg((args, kwargs), like)
         options = tree_map_only(torch.device, lambda _: torch.device(self.device_type), options)
         inside = torch.autocast(self.device_type, self.dtype, cache_enabled=False)
-        with torch.no_grad(), inside, _Casts() as casts:
+        with torch.no_grad(), inside, _CastRecorder() as casts:
             result = target(*values, **options)
         types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
         if target.overloadpacket is _aten.einsum:  # casts views of what it reads
@@ -77,7 +77,7 @@ def _types(result: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records casts of floating point tensors, by the identity of what is cast."""
 
     def __init__(self) -> None:
@@ -98,14 +98,14 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def region_of(target: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, Any]:
-    """The body of a region with one call, and the nodes that it is given."""
-    graph, given = fx.Graph(), dict[fx.Node, fx.Node]()
+    """Return the body of a region with one call, and the nodes that the call reads."""
+    graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def place(node: fx.Node) -> fx.Node:
-        if node not in given:
-            given[node] = graph.placeholder(node.name)
-        return given[node]
+        if node not in inputs:
+            inputs[node] = graph.placeholder(node.name)
+        return inputs[node]
 
     args, kwargs = fx.map_arg((args, kwargs), place)
     graph.output((graph.call_function(target, args, kwargs),))
-    return fx.GraphModule(torch.nn.Module(), graph), tuple(given)
+    return fx.GraphModule(torch.nn.Module(), graph), tuple(inputs)

@@ -198,10 +198,10 @@ class _ProgramBuilder:
         """A call as autocast makes it: a region of its own where its casts cannot come before."""
         types = region.casts(node.target, args, kwargs)
         if types is None:
-            body, given = region_of(node.target, args, kwargs)
+            body, inputs = region_of(node.target, args, kwargs)
             fixed = region.device_type, region.dtype, True, True
             target = torch.ops.higher_order.wrap_with_autocast
-            several = self.made(node, target, (*fixed, body, *given), {})
+            several = self.made(node, target, (*fixed, body, *inputs), {})
             return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
         cast = dict[fx.Node, fx.Node]()
         for source, dtype in types.items():

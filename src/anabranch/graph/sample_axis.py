@@ -149,8 +149,8 @@ def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis
     """True if an operation may bring what is in a dimension into another order."""
     name = base_name(node).rstrip("_")
     if name in ("index", "index_put"):
-        given = [index for index in arguments(node)["indices"] if index in axes]
-        return any(axes[index].dim >= 0 and not is_in_order(index) for index in given)
+        indices = [index for index in arguments(node)["indices"] if index in axes]
+        return any(axes[index].dim >= 0 and not is_in_order(index) for index in indices)
     return name in _REORDER and dim in dims_along(node, rank)
 
 
@@ -161,5 +161,6 @@ def is_in_order(index: fx.Node) -> bool:
         return True
     while base_name(index) in ("unsqueeze", "to", "_to_copy"):
         index = index.all_input_nodes[0]
-    given = arguments(index)
-    return base_name(index) == "arange" and (given.get("start", 0), given.get("step", 1)) == (0, 1)
+    options = arguments(index)
+    from_zero = options.get("start", 0) == 0 and options.get("step", 1) == 1
+    return base_name(index) == "arange" and from_zero

@@ -206,8 +206,8 @@ def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> 
     if (mask := _mask_of(chosen, str(free[0]))) is None:
         return None
     count = insert(before, _aten.sum.default, mask)
-    each = 1 if by_row else math.prod(n for n in value.shape if isinstance(n, int))
-    return count if each == 1 else insert(before, _aten.mul.Tensor, count, each)
+    row_size = 1 if by_row else math.prod(n for n in value.shape if isinstance(n, int))
+    return count if row_size == 1 else insert(before, _aten.mul.Tensor, count, row_size)
 
 
 def _mask_of(node: fx.Node, size: str) -> fx.Node | None:

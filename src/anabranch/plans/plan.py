@@ -108,6 +108,11 @@ BASELINE_NAMES = {
 """Baselines of plans by their names in files, each with its name in words."""
 
 
+def is_as_fast(other_s: float, step_s: float) -> bool:
+    """True for two steps that are told as one: their ratio is 1 to two decimals."""
+    return bool(step_s) and round(other_s / step_s, 2) == 1
+
+
 def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") -> str:
     """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``.
 
@@ -115,7 +120,7 @@ def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") 
         mode: of both plans; baselines of an asynchronous plan have no flush either.
     """
     times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
-    if times.startswith("1.00x"):
+    if is_as_fast(other_s, step_s):
         times = "as fast as"
     return f"{times} {BASELINE_NAMES[baseline]}{' without a flush' if mode == 'async' else ''}"
 

@@ -39,7 +39,7 @@ from anabranch.cli.settings import (
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
-from anabranch.plans.plan import BASELINE_NAMES, gain_text, time_text
+from anabranch.plans.plan import BASELINE_NAMES, gain_text, is_as_fast, time_text
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -293,7 +293,7 @@ def faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     plans = {name: other for name, other in plans_among(others).items() if name != "from"}
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     step_s, own_s = plans[name].figures.step_s if name else math.inf, ours.figures.step_s
-    if step_s >= own_s or gain_text(name, step_s, own_s, ours.mode).startswith("as fast as"):
+    if step_s >= own_s or is_as_fast(step_s, own_s):
         return ""
     from anabranch.solve import BASELINES
 
