@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from anabranch.graph.digraph import strongly_connected
 from anabranch.graph.opgraph import bits
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -88,13 +89,13 @@ def branches(space: Space, limit: float) -> Iterator[StageGraph]:
 
 
 def _components(space: Space, operators: Sequence[int]) -> list[list[int]]:
-    """Operators in groups that no edge connects."""
-    home = {op: {op} for op in operators}
+    """Operators in groups that no edge connects, in the order of their first ones."""
+    beside: dict[int, list[int]] = {op: [] for op in operators}
     for a, b in space.edges.T.tolist():
-        if a in home and b in home and home[a] is not home[b]:
-            home[a] |= home[b]
-            home.update(dict.fromkeys(home[b], home[a]))
-    return [sorted(group) for group in {id(group): group for group in home.values()}.values()]
+        if a in beside and b in beside:
+            beside[a].append(b)
+            beside[b].append(a)
+    return sorted(map(sorted, strongly_connected(beside)))
 
 
 def _sizes(space: Space) -> Iterator[tuple[int, int]]:
