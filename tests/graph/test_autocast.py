@@ -81,3 +81,35 @@ def test_what_autocast_casts_inside_of_an_operation_stays_under_it() -> None:
     assert len(captured.graph) == 2
     stages = [[op.name] for op in captured.graph.ops]
     assert check_split(captured, torch.randn(4, 3, 4), stages, exact=True) == 0.0
+
+
+class Target(nn.Module):
+    """A layer whose results are also a target without gradient, of the same batch."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def target(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return F.gelu(self.body(x)).mul_(2.0) + self.head.weight[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=HALF):
+            target = self.target(x) if self.is_first else None
+            h = self.head(self.body(x))
+            target = self.target(x) if target is None else target
+            with torch.set_grad_enabled(False):
+                weight = self.body.weight.abs().amax(0)
+            return F.mse_loss((h * weight).float(), target.float())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_computed_without_gradients_under_autocast_gives_none(is_first: bool) -> None:
+    """An exported program loses ``no_grad`` in a region of autocast, whichever use comes first."""
+    torch.manual_seed(0)
+    x = {"x": torch.randn(4, 8)}
+    captured = capture(Target(is_first=is_first), x, granularity="operator")
+    for seed in range(3):
+        assert check_split(captured, x, random_stages(captured.graph, 4, seed), exact=True) == 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from anabranch.graph.flat_program import (
     APART,
     BATCH_LEAF,
     PARAMETER,
+    CallKey,
     FlatProgram,
+    frame,
     schema_name,
     written,
 )
@@ -21,6 +25,15 @@ from anabranch.graph.operations import CHEAP, HEAVY, NOT_A_REMAINDER, RANDOM
 def base_name(node: fx.Node) -> str:
     """Operation without library and overload, such as ``linear``."""
     return schema_name(node).rpartition("::")[2].rpartition(".")[2]
+
+
+def keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[CallKey, fx.Node]]:
+    """Calls of a program with their keys."""
+    count = Counter[tuple[str, str]]()
+    for node in calls:
+        kind = frame(node), base_name(node)
+        yield (*kind, count[kind]), node
+        count[kind] += 1
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:

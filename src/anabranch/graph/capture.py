@@ -26,7 +26,7 @@ from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
 from anabranch.graph.exporter import Exporter
-from anabranch.graph.flat_program import FlatProgram, frame, gradient_calls, schema_name
+from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_calls, schema_name
 from anabranch.graph.flows import Assumption, Flow, above, loss_kind
 from anabranch.graph.group import FREE, Grouping, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
@@ -35,8 +35,9 @@ from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_sites
 from anabranch.graph.sample_flow import sample_flow
+from anabranch.graph.sample_order import reordering_calls, uncertain_calls
 from anabranch.graph.slices import in_slices, view_named, whole_name
-from anabranch.graph.unfolding import Folded, crossing, fold, folded, unfold
+from anabranch.graph.unfolding import folded, sent_views, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
 from anabranch.workload import Batch, Workload, updates_by_element
@@ -81,6 +82,9 @@ def capture(
         captured = _captured(module, exporter, granularity, assumption)
         if set(captured.assumed) <= assumption.per_sample or _is_per_sample(captured):
             break
+    if reordering := _reordering(captured):
+        assumption = replace(assumption, reordering=reordering)
+        captured = _captured(module, exporter, granularity, assumption)
     called = {schema_name(node) for node in captured.programs.example.calls}
     if missing := sorted(set(per_sample) - called):
         raise CaptureError(
@@ -141,7 +145,7 @@ class Captured:
             is the sum over slices of (n / n of the slice) ** degree times that of the slice. None
             where only the whole batch tells.
         coupling: operations that are right for the whole batch only.
-        assumption: on operators that are not PyTorch's own.
+        assumption: on operators that the graph does not tell enough about.
         assumed: names of the operators that it was needed for.
         slices: of parameters that a rewrite has cut, by name, as far as they were asked for.
         variants: this one and the same operators for batches of other sizes, by sizes.
@@ -211,7 +215,7 @@ class Captured:
         It shares the parameters and has the same operators, without those that do nothing in
         evaluation, so that the stages of a training plan cut it as well. Made once.
         """
-        return self._again(self.layout, training=False)
+        return self._again(self.layout, training=False) if self.training else self
 
     def like(self, example: Batch) -> Captured:
         """The same operators for batches with other sizes besides the samples, such as shorter
@@ -289,12 +293,13 @@ def _captured(
     }
     kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
     program, other = whole_batch.put_in(program), whole_batch.put_in(other)
-    views = folded(program, other, None if first is None else first.programs.folded)
+    before = None if first is None else first.programs.folded
+    views = folded(program, other, before, assumption.reordering)
     program, other = unfold(program, views), unfold(other, views)
     traits = CallTraits(program, other)
     if first is None:
         grouping = group(traits, module, granularity)
-        views, grouping = _sent_views(program, other, views, grouping)
+        views, grouping = sent_views(program, other, views, grouping)
         traits = CallTraits(program, other)
     elif same_mode is not None:
         grouping = first.programs.grouping
@@ -334,18 +339,6 @@ def _captured(
     )
 
 
-def _sent_views(
-    program: FlatProgram, other: FlatProgram, views: Folded, grouping: Grouping
-) -> tuple[Folded, Grouping]:
-    """The views that lead from one operator to another; the rest is taken out of the programs."""
-    kept = crossing(program, grouping.owners)
-    removed = fold(program, kept)
-    fold(other, kept)
-    owners = tuple(owner for i, owner in enumerate(grouping.owners) if i not in removed)
-    sent = {key: sizes for key, sizes in views.items() if key in kept}
-    return sent, replace(grouping, owners=owners)
-
-
 def _is_per_sample(captured: Captured) -> bool:
     """Compare halves of the example with the whole; true where there are no numbers to compare.
 
@@ -354,10 +347,20 @@ def _is_per_sample(captured: Captured) -> bool:
     if captured.programs.exporter.device.type == "meta":
         return True
     try:
-        twin = captured.evaluation() if captured.training else captured
+        twin = captured.evaluation()
         return halves_agree(twin.programs, twin.layout, twin.degrees)
     except (CaptureError, RuntimeError):
         return True
+
+
+def _reordering(captured: Captured) -> frozenset[CallKey]:
+    """Calls that bring folded samples into another order, or may."""
+    calls = uncertain_calls(captured.programs)
+    try:
+        twin = captured.evaluation() if calls else captured
+        return calls and reordering_calls(twin.programs, twin.layout, calls)
+    except (CaptureError, RuntimeError):
+        return calls
 
 
 def _degree(flow: Flow) -> int | None:

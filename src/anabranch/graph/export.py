@@ -31,7 +31,12 @@ from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.module_state import with_attributes
-from anabranch.graph.tracing import data_as_detached, library_rules, without_raising_guards
+from anabranch.graph.tracing import (
+    NoGradUnderAutocast,
+    data_as_detached,
+    library_rules,
+    without_raising_guards,
+)
 
 _SYMBOLS = "fx.experimental.symbolic_shapes"
 
@@ -186,6 +191,7 @@ def export(
                     stack.enter_context(reads.recording())
                     stack.enter_context(without_raising_guards(checks))
                     stack.enter_context(library_rules())
+                    stack.enter_context(NoGradUnderAutocast())
                 exported = torch.export.export(
                     module,
                     tuple(leaves),

@@ -19,6 +19,10 @@ APART = "apart"
 UNFOLDS = "unfolds"
 """Key of a node's ``meta`` if it is the view of a value that can be cut by samples."""
 
+CallKey = tuple[str, str, int]
+"""A call by its module, its operation, and how many of these were before; the same in training and
+in evaluation mode, and for any number of samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderSource:
@@ -68,11 +72,18 @@ class FlatProgram:
         sources = self.sources.values()
         return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
 
-    def run(self, find: Callable[[PlaceholderSource], torch.Tensor]) -> list[torch.Tensor]:
-        """Compute the outputs without gradients; ``find`` gives the tensors of placeholders."""
+    def run(
+        self,
+        find: Callable[[PlaceholderSource], torch.Tensor],
+        wanted: Sequence[fx.Node] | None = None,
+    ) -> list[torch.Tensor]:
+        """Compute the outputs, or other values, without gradients; ``find`` gives the tensors of
+        placeholders.
+        """
+        wanted = self.outputs if wanted is None else wanted
         env: dict[fx.Node, Any] = {}
         with torch.no_grad():
-            for node in upstream(self.outputs):
+            for node in upstream(wanted):
                 call: Any = node.target
                 if node.op == "placeholder":
                     env[node] = find(self.sources[node])
@@ -81,7 +92,7 @@ class FlatProgram:
                 else:
                     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                     env[node] = call(*args, **kwargs)
-        return [env[node] for node in self.outputs]
+        return [env[node] for node in wanted]
 
     def drop_dead(self) -> None:
         """Leave out calls that nothing depends on."""

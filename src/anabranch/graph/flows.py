@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import fx
 
-from anabranch.graph.flat_program import upstream
+from anabranch.graph.flat_program import CallKey, upstream
 from anabranch.graph.loss_kinds import LossKind
 
 
@@ -21,10 +21,12 @@ class Assumption:
             of theirs is a mean over samples.
         unknown: scalars of other operators that are not PyTorch's own: a mean or a sum over
             samples, or coupled.
+        reordering: calls whose results have folded samples in another order, by ``sample_order``.
     """
 
     per_sample: frozenset[str] = frozenset()
     unknown: Literal["mean", "sum", "coupled"] = "mean"
+    reordering: frozenset[CallKey] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ REDUCED = words(
 BY_CLASS = words("nll_loss nll_loss_nd nll_loss2d cross_entropy_loss")
 """Losses whose mean is over the targets that are not ignored, by their weights."""
 
+BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
 ALONG = words(
     """
     softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort
@@ -80,4 +81,22 @@ COUNTS = words("histc bincount scatter_add index_add")
 """Sums over what other values sort into classes, such as the tokens of each expert."""
 
 ARITHMETIC = PRODUCTS | words("mul div add sub rsub where addcmul")
-BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
+
+KEEPS_ORDER = (
+    CHEAP
+    | HEAVY
+    | ALONG
+    | BATCH_NORMS
+    | words(
+        """
+        layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm
+        instance_norm glu hardswish hardsigmoid relu6 logsigmoid std var amax amin logsumexp norm
+        max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d
+        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d linalg_vector_norm
+        upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
+        cosine_similarity
+        """
+    )
+)
+"""Operations that have an output for each index of a dimension in its order, unless they name it as
+the one to reorder."""

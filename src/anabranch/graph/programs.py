@@ -236,8 +236,11 @@ class Programs:
         program: FlatProgram,
         tensors: Mapping[str, torch.Tensor],
         place: torch.device | None = None,
+        wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs of a program for a batch, on the module's parameters and buffers."""
+        """Outputs or other values of a program for a batch, on the module's parameters and
+        buffers.
+        """
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
@@ -250,7 +253,7 @@ class Programs:
                 value = program.constants[source.name].clone()
             return value if place is None else value.to(place)
 
-        return program.run(find)
+        return program.run(find, wanted)
 
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]

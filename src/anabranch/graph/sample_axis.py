@@ -8,21 +8,22 @@ dimension counts through ``outer``, then samples, then ``inner``::
     [l, n, h * e]   view(l, n * h, e).transpose(0, 1)     index // h                   inner = h
 
 Sizes at two numbers of samples tell the dimension, strides of views how samples are folded in it.
-Other operations that keep the folded size are taken to keep its order, unless known not to.
+Other operations that keep the folded size are taken to keep its order, unless known not to;
+``sample_order`` compares those of which neither is known by numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from anabranch.graph.call_traits import arguments, base_name, dims_along, tensor
-from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram
-from anabranch.graph.operations import RANDOM, words
+from anabranch.graph.call_traits import arguments, base_name, dims_along, keyed, tensor
+from anabranch.graph.flat_program import BATCH_LEAF, CallKey, FlatProgram
+from anabranch.graph.operations import KEEPS_ORDER, LOOKUPS, RANDOM, words
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
 _REORDER = words(
@@ -35,6 +36,7 @@ _REORDER = words(
 
 PAIRS = "it relates samples with each other"
 RAGGED = "its size depends on the data"
+UNORDERED = "its samples are folded in an unknown way"
 MADE = "it is made of their number alone, as torch.arange(2 * n) is"
 
 
@@ -58,9 +60,14 @@ def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, i
     return before, samples, axis.inner * math.prod(shape[axis.dim + 1 :])
 
 
-def sample_axes(program: FlatProgram, other: FlatProgram) -> dict[fx.Node, SampleAxis]:
-    """The sample axis of every tensor of a program; ``other`` has twice its samples."""
+def sample_axes(
+    program: FlatProgram, other: FlatProgram, reordering: Collection[CallKey] = ()
+) -> dict[fx.Node, SampleAxis]:
+    """The sample axis of every tensor of a program; ``other`` has twice its samples. The calls in
+    ``reordering`` do not keep the order of folded samples, though their sizes look like it.
+    """
     twins = dict(zip(program.calls, other.calls, strict=True))
+    unordered = {node for key, node in keyed(program.calls) if key in reordering}
     axes: dict[fx.Node, SampleAxis] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -69,8 +76,21 @@ def sample_axes(program: FlatProgram, other: FlatProgram) -> dict[fx.Node, Sampl
         elif node.op == "call_function":
             here, there = tensor(node), tensor(twins[node])
             if here is not None and there is not None:
-                axes[node] = _axis(node, here, there, program.samples, axes)
+                axis = _axis(node, here, there, program.samples, axes)
+                axes[node] = replace(axis, trouble=UNORDERED) if node in unordered else axis
     return axes
+
+
+def is_order_known(node: fx.Node) -> bool:
+    """True for an operation that keeps folded samples in order, or is among those that
+    ``sample_axes`` knows to reorder them.
+    """
+    if base_name(node) == "getitem":
+        (node,) = node.all_input_nodes
+    name = base_name(node).rstrip("_")
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in (*_VIEWS, *_REORDER):
+        return True
+    return name in KEEPS_ORDER or any(word in name for word in RANDOM)
 
 
 def _axis(
@@ -105,7 +125,7 @@ def _viewed(
     """A view counts through the same elements in the same order."""
     axis, before = axes.get(source), tensor(source)
     if axis is None or axis.dim < 0 or axis.trouble or before is None:
-        return axis or SampleAxis(dim, trouble="its samples are folded in an unknown way")
+        return axis or SampleAxis(dim, trouble=UNORDERED)
     # The sample of element e is (e // stride) % samples.
     stride = axis.inner * math.prod(before.shape[axis.dim + 1 :])
     step = math.prod(here.shape[dim + 1 :])
@@ -141,7 +161,7 @@ def _kept(
     if not (has_samples or any(word in base_name(node) for word in RANDOM)):
         return SampleAxis(dim, trouble=MADE)
     if (_reorders(node, dim, rank, axes) and not joined) or len(inner_sizes) != 1:
-        return SampleAxis(dim, trouble="its samples are folded in an unknown way")
+        return SampleAxis(dim, trouble=UNORDERED)
     return SampleAxis(dim, inner_sizes.pop())
 
 
@@ -151,6 +171,10 @@ def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis
     if name in ("index", "index_put"):
         indices = [index for index in arguments(node)["indices"] if index in axes]
         return any(axes[index].dim >= 0 and not is_in_order(index) for index in indices)
+    if name in LOOKUPS:
+        return axes.get(arguments(node)["weight"], SampleAxis(-1)).dim >= 0
+    if name in ("pad", "constant_pad_nd"):
+        return any(arguments(node)["pad"][2 * (rank - 1 - dim) :][:2])
     return name in _REORDER and dim in dims_along(node, rank)
 
 

@@ -72,7 +72,7 @@ class _Follower:
         self.module = module
         self.assumption = assumption
         self.twins = dict(zip(program.graph.nodes, other.graph.nodes, strict=True))
-        self.axes = sample_axes(program, other)
+        self.axes = sample_axes(program, other, assumption.reordering)
         self.flows: dict[fx.Node, Flow] = {}
         self.coupling: list[fx.Node] = []
         self.normalised: list[fx.Node] = []

@@ -1,9 +1,10 @@
 """Patches of PyTorch and of libraries while a forward is traced.
 
 Checks of the data that do nothing but raise are left out (``without_raising_guards``),
-``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), and library code that tracing
-cannot follow is replaced by code with the same values (``library_rules``). The rules of
-vision-language models are in ``multimodal``.
+``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), what is computed without
+gradients under autocast is detached (``NoGradUnderAutocast``), and library code that tracing cannot
+follow is replaced by code with the same values (``library_rules``). The rules of vision-language
+models are in ``multimodal``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.graph.module_state import with_attributes
 
@@ -175,6 +178,25 @@ def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
 
 def _asked_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+
+
+class NoGradUnderAutocast(TorchFunctionMode):
+    """Inside, results that have no gradient under ``torch.autocast``, though an argument has one,
+    are detached: an exported program forgets ``no_grad`` there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or not torch._C._is_any_autocast_enabled():
+            return result
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(tensor.requires_grad for tensor in read):
+            return result
+        return tree_map_only(
+            torch.Tensor, lambda value: value if value.requires_grad else value.detach(), result
+        )
 
 
 def _broadcast(masking: Any) -> Callable[..., Any]:

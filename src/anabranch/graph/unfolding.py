@@ -9,32 +9,34 @@ value, it gets a view that can be cut, and thus sent, and each reader a view bac
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import fx
 
-from anabranch.graph.call_traits import CallTraits, base_name, tensor
-from anabranch.graph.flat_program import UNFOLDS, FlatProgram, frame, insert
+from anabranch.graph.call_traits import CallTraits, keyed, tensor
+from anabranch.graph.flat_program import UNFOLDS, CallKey, FlatProgram, frame, insert
+from anabranch.graph.group import Grouping
 from anabranch.graph.sample_axis import sample_axes
 
-Key = tuple[str, str, int]
-"""A call by its module, its operation, and how many of these were before; the same in training and
-in evaluation mode, and for any number of samples."""
-
-Folded = Mapping[Key, tuple[int, int, int]]
+Folded = Mapping[CallKey, tuple[int, int, int]]
 """Calls with folded samples: their dimension, and how many indices each sample has outside and
 inside of the samples there."""
 
 
-def folded(program: FlatProgram, other: FlatProgram, known: Folded | None = None) -> Folded:
+def folded(
+    program: FlatProgram,
+    other: FlatProgram,
+    known: Folded | None = None,
+    reordering: Collection[CallKey] = (),
+) -> Folded:
     """Calls with folded samples that another module reads; or the ``known`` ones in a program of
-    another mode or other sizes. ``other`` has twice the samples.
+    another mode or other sizes. ``other`` has twice the samples; ``reordering`` as in
+    ``sample_axes``.
     """
-    traits, axes = CallTraits(program, other), sample_axes(program, other)
+    traits, axes = CallTraits(program, other), sample_axes(program, other, reordering)
     result = {}
-    for key, node in _keyed(program.calls):
+    for key, node in keyed(program.calls):
         axis, value = axes.get(node), tensor(node)
         if value is None or axis is None or axis.dim < 0 or axis.trouble or traits.free[node]:
             continue
@@ -50,7 +52,7 @@ def folded(program: FlatProgram, other: FlatProgram, known: Folded | None = None
 
 def unfold(program: FlatProgram, calls: Folded) -> FlatProgram:
     """The same program, in place, with views of these calls that can be cut by samples."""
-    for key, node in _keyed(program.calls):
+    for key, node in keyed(program.calls):
         if key not in calls:
             continue
         dim, outer, inner = calls[key]
@@ -65,7 +67,19 @@ def unfold(program: FlatProgram, calls: Folded) -> FlatProgram:
     return program
 
 
-def crossing(program: FlatProgram, owners: Sequence[int]) -> set[Key]:
+def sent_views(
+    program: FlatProgram, other: FlatProgram, views: Folded, grouping: Grouping
+) -> tuple[Folded, Grouping]:
+    """The views that lead from one operator to another; the rest is taken out of the programs."""
+    kept = _crossing(program, grouping.owners)
+    removed = _fold(program, kept)
+    _fold(other, kept)
+    owners = tuple(owner for i, owner in enumerate(grouping.owners) if i not in removed)
+    sent = {key: sizes for key, sizes in views.items() if key in kept}
+    return sent, replace(grouping, owners=owners)
+
+
+def _crossing(program: FlatProgram, owners: Sequence[int]) -> set[CallKey]:
     """Calls whose views lead from one operator to another."""
     owner_of = dict(zip(program.calls, owners, strict=True))
     return {
@@ -75,7 +89,7 @@ def crossing(program: FlatProgram, owners: Sequence[int]) -> set[Key]:
     }
 
 
-def fold(program: FlatProgram, kept: Collection[Key]) -> set[int]:
+def _fold(program: FlatProgram, kept: Collection[CallKey]) -> set[int]:
     """Take out the views of other calls, in place; returns the positions that they had."""
     removed = set()
     for i, node in enumerate(calls := program.calls):
@@ -87,11 +101,3 @@ def fold(program: FlatProgram, kept: Collection[Key]) -> set[int]:
     for i in sorted(removed, reverse=True):
         program.graph.erase_node(calls[i])
     return removed
-
-
-def _keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[Key, fx.Node]]:
-    count = Counter[tuple[str, str]]()
-    for node in calls:
-        kind = frame(node), base_name(node)
-        yield (*kind, count[kind]), node
-        count[kind] += 1

@@ -57,7 +57,8 @@ class BySample:
         """Per call of the model, the node that has the samples of its numbers, and where."""
         samples = self._captured.programs.samples
         program = self._captured.programs.at(samples)
-        axes = sample_axes(program, self._captured.programs.at(2 * samples))
+        other = self._captured.programs.at(2 * samples)
+        axes = sample_axes(program, other, self._captured.assumption.reordering)
         result = []
         for node in program.calls:
             source = node.all_input_nodes[0] if schema_name(node) in _BY_INPUT else node
