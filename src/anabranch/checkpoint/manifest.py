@@ -150,6 +150,7 @@ class Manifest(Strict):
     loss_streak: _Position = 0
     data: dict[str, Any] | None = None
     batch_size: _Position = 0
+    accumulate: _Position = 0
     pretrained: list[Pretrained] = Field(default_factory=list)
     frozen: dict[str, int] = Field(default_factory=dict)
     checksum: _Checksum
@@ -158,8 +159,8 @@ class Manifest(Strict):
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Steps done, epoch, batches of the epoch done, seed of random numbers, under fp16 the scale of
-    the loss with its steps without overflow, the state of a loader that has one, and samples of a
-    batch (0 where that is not known).
+    the loss with its steps without overflow, the state of a loader that has one, samples of a batch
+    and batches of an update (0 where that is not known).
     """
 
     step: int = 0
@@ -170,6 +171,7 @@ class Progress:
     loss_streak: int = 0
     data: Mapping[str, Any] | None = None
     batch_size: int = 0
+    accumulate: int = 0
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

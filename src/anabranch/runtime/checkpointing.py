@@ -48,6 +48,7 @@ class Checkpointing:
         failing: the context in which a failure reaches the other ranks.
         timeout: seconds until a rank that writes nothing counts as lost.
         save_frozen: see ``Workload``.
+        accumulate: batches of an update.
     """
 
     state: ModelState
@@ -57,6 +58,7 @@ class Checkpointing:
     failing: Callable[[], AbstractContextManager[None]]
     timeout: float
     save_frozen: bool = True
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         self._mesh, self._batch_size = self.workers.mesh, self.workers.stage_graph.batch_size
@@ -131,6 +133,7 @@ class Checkpointing:
             self.restore(saved)
         if self._mesh.rank == 0:
             self._warn_of_other_batches(saved.progress)
+            self._warn_of_other_updates(saved.progress)
         return saved
 
     def load_weights(self, path: str | Path) -> None:
@@ -177,6 +180,7 @@ class Checkpointing:
             0 if scale is None else scale.streak,
             self._loader_state(),
             self._batch_size,
+            self.accumulate,
         )
 
     def _loader_state(self) -> dict[str, Any] | None:
@@ -212,6 +216,21 @@ class Checkpointing:
             "on as before",
             stacklevel=5,
         )
+
+    def _warn_of_other_updates(self, progress: Progress) -> None:
+        """Warn that updates are not of as many batches as those before the checkpoint."""
+        before, now = progress.accumulate, self.accumulate
+        if before not in (0, now):
+            warnings.warn(
+                f"the checkpoint was trained with {_counted(before)} to an update, this run has "
+                f"{_counted(now)}; accumulate={before} (in a run file accumulate = {before}) goes "
+                "on as before",
+                stacklevel=5,
+            )
+
+
+def _counted(batches: int) -> str:
+    return f"{batches} batch{'es' * (batches != 1)}"
 
 
 _BUNDLE_BYTES = 1 << 28

@@ -171,6 +171,7 @@ class Pipeline(BasePipeline):
                 "check_gradients": check_gradients,
             },
             shard_optimizer=shards,
+            accumulate=self._accumulate,
             check_gradients=check_gradients,
             **self._options,
             **options,

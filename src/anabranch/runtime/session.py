@@ -67,6 +67,7 @@ class Session:
         patience: float | None = None,
         further: Collection[Channel] = (),
         shard_optimizer: bool = False,
+        accumulate: int = 1,
         predecessor: Session | None = None,
         saved: SavedState | None = None,
         **options: Any,
@@ -152,6 +153,7 @@ class Session:
                 self.failing,
                 timeout,
                 workload.save_frozen,
+                accumulate,
             )
             if saved is not None:
                 self.checkpoints.restore(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -350,6 +351,32 @@ def test_between_two_updates_nothing_is_saved(tmp_path: Path) -> None:
 
     run(model, plan(model, 2), whole, accumulate=3)
     assert (tmp_path / "whole").is_dir()
+
+
+def test_a_checkpoint_knows_how_many_batches_made_an_update(tmp_path: Path) -> None:
+    """Whoever resumes with another number is told what goes on as before."""
+    model = built("Chain")
+    chosen, saved = plan(model, 1), tmp_path / "saved"
+
+    def resumed(accumulate: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options = {"captured": model.captured, "check_gradients": False}
+            Pipeline.resume(saved, model.workload, chosen, accumulate=accumulate, **options)
+        return [str(warning.message) for warning in caught]
+
+    def work(pipeline: Pipeline) -> list[list[str]]:
+        for each in BATCHES[:2]:
+            pipeline.step(each)
+        pipeline.save(saved)
+        return [resumed(1), resumed(2)]
+
+    (others, as_before), *_ = run(model, chosen, work, accumulate=2)
+    assert as_before == []
+    assert others == [
+        "the checkpoint was trained with 2 batches to an update, this run has 1 batch; "
+        "accumulate=2 (in a run file accumulate = 2) goes on as before"
+    ]
 
 
 def test_a_bad_loss_drops_the_batches_of_its_update() -> None:
