@@ -112,9 +112,6 @@ class ModelSource:
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
-        from anabranch.files.capture_cache import files_read
-        from anabranch.models.names import resolve
-
         if self.model.endswith(".toml"):
             raise typer.BadParameter(
                 f"{self.model} is a run file, which `anabranch train` takes; this needs the model "
@@ -126,6 +123,9 @@ class ModelSource:
                 "by name or package.module:function"
             )
         announce(f"loading and capturing {self.model}")
+        from anabranch.files.capture_cache import files_read
+        from anabranch.models.names import resolve
+
         with files_read():  # a kept capture depends on them
             return usage(resolve, self.model, preset=self.preset, options=self.options, meta=meta)
 

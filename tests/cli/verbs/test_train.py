@@ -181,12 +181,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
 
 @pytest.mark.dist
 def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
-    """On a terminal: planning, and what ranks do before they train, take seconds each."""
+    """Loading, planning, and what ranks do before they train, take seconds each."""
     said: list[str] = []
-    for module in ("job", "local_run", "rewriting"):
+    for module in ("verbs.train", "job", "local_run", "rewriting"):
         monkeypatch.setattr(f"anabranch.cli.{module}.announce", said.append)
     assert run(*PIPELINE, "--steps", "1")[0] == 0
     assert said == [
+        "loading PyTorch",
         "planning for 2 devices",
         "starting 2 ranks, and comparing gradients with one process",
     ]

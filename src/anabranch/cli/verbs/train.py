@@ -18,6 +18,7 @@ from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
+from anabranch.cli.progress import announce
 from anabranch.cli.restarts import (
     begin_surviving,
     first_step,
@@ -84,6 +85,7 @@ def train(
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
     """
     require_new_run(run)
+    announce("loading PyTorch")
     if emulated:
         _rehearse(model, local, [training, compute, flush], training.steps, run, as_json=as_json)
         return
