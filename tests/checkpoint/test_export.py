@@ -169,43 +169,72 @@ def test_other_weights_are_not_taken_for_a_part(tmp_path: Path):
         PlainWeights(tmp_path / "one.safetensors").match(names, ())
 
 
-class Adapted(nn.Module):
-    """A layer with a low-rank adapter under the names that peft gives them."""
+class Magnitude(nn.Module):
+    """What DoRA multiplies each output of a layer with."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter, DoRA's with magnitudes, under the names that peft gives
+    them.
+    """
+
+    def __init__(self, layer: nn.Linear, *, dora: bool) -> None:
         super().__init__()
         self.base_layer = layer
         self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+        magnitudes = {"default": Magnitude(layer.out_features)} if dora else {}
+        self.lora_magnitude_vector = nn.ModuleDict(magnitudes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        result = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        for magnitude in self.lora_magnitude_vector.values():
+            result = result * magnitude.weight
+        return result
 
 
-def test_a_lora_adapter_is_written_as_peft_reads_it(tmp_path: Path):
+CONFIG = {"peft_type": "LORA", "r": 2, "target_modules": {"v_proj", "q_proj"}}
+
+
+def adapted(folder: Path, config: dict[str, Any], *, dora: bool = False) -> Path:
+    """The checkpoint of a model with an adapter."""
+    module, example = build("Llama")
+    module.requires_grad_(False)
+    attention: Any = module.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj, dora=dora)
+    module.peft_config = {"default": config}
+    job = Workload(module, example, optimizer=sgd)
+    trained(Built(capture(module, example), job), example, folder, num_stages=1)
+    return folder
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_lora_adapter_is_written_as_peft_reads_it(tmp_path: Path, dora: bool):
     """The adapter alone under peft's names, with its configuration; the whole model has no
-    ``config.json``, by which transformers would look for layers without adapters. An adapter with
-    other names in peft's files is written as it is.
+    ``config.json``, by which transformers would look for layers without adapters.
     """
-    config = {"peft_type": "LORA", "r": 2, "target_modules": {"v_proj", "q_proj"}}
-    for folder, fields in (("lora", config), ("dora", {**config, "use_dora": True})):
-        module, example = build("Llama")
-        module.requires_grad_(False)
-        attention: Any = module.model.layers[0].self_attn
-        attention.q_proj = Adapted(attention.q_proj)
-        module.peft_config = {"default": fields}
-        job = Workload(module, example, optimizer=sgd)
-        trained(Built(capture(module, example), job), example, tmp_path / folder, num_stages=1)
-    made = export(tmp_path / "lora", tmp_path / "adapter", trained=True)
+    config = {**CONFIG, "use_dora": dora}
+    saved = adapted(tmp_path / "saved", config, dora=dora)
+    made = export(saved, tmp_path / "adapter", trained=True)
     names = {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in made.path.iterdir()} == names
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    found = load_file(made.path / "adapter_model.safetensors")
-    assert found.keys() == {f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"}
+    expected = {f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"}
+    if dora:
+        expected.add(f"{layer}.lora_magnitude_vector")
+    assert load_file(made.path / "adapter_model.safetensors").keys() == expected
     read = json.loads((made.path / "adapter_config.json").read_text())
     assert read == {**config, "target_modules": ["q_proj", "v_proj"], "inference_mode": True}
-    for output, whole in (("whole", True), ("dora-adapter", False)):
-        made = export(
-            tmp_path / ("lora" if whole else "dora"), tmp_path / output, trained=not whole
-        )
-        assert [path.name for path in made.path.iterdir()] == [WEIGHTS]
+    made = export(saved, tmp_path / "whole")
+    assert [path.name for path in made.path.iterdir()] == [WEIGHTS]
+
+
+def test_an_adapter_with_other_names_in_the_files_of_peft_is_written_as_it_is(tmp_path: Path):
+    """Without ``adapter_config.json``, so that peft does not take its tensors for missing."""
+    saved = adapted(tmp_path / "saved", {**CONFIG, "trainable_token_indices": [1, 2]})
+    made = export(saved, tmp_path / "adapter", trained=True)
+    assert [path.name for path in made.path.iterdir()] == [WEIGHTS]

@@ -142,6 +142,7 @@ def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
 def _name_in_peft(name: str, adapter: str) -> str:
     """The name that a trained tensor of a model has in peft's own files."""
     plain = name.replace(f".modules_to_save.{adapter}.", ".")
+    plain = plain.replace(f".lora_magnitude_vector.{adapter}.weight", ".lora_magnitude_vector")
     return f"base_model.model.{plain}".replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 

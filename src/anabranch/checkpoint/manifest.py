@@ -74,8 +74,8 @@ def _adapter(configs: Any) -> dict[str, Any]:
     name, config = next(iter(configs.items()))
     fields = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     # What has other names in the files of peft than in the model.
-    others = fields.get("use_dora"), fields.get("trainable_token_indices")
-    if len(configs) > 1 or fields.get("peft_type") != "LORA" or any(others):
+    has_tokens = bool(fields.get("trainable_token_indices"))
+    if len(configs) > 1 or fields.get("peft_type") != "LORA" or has_tokens:
         return {"adapter": name}
     text = json.dumps({**fields, "inference_mode": True}, default=sorted, indent=2)
     return {"adapter": name, "adapter_config": text}
