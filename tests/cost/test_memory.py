@@ -54,6 +54,13 @@ def test_the_formula():
     assert memory().peak(5) == 3435 + 1600
 
 
+def test_what_does_not_grow_with_the_samples_is_kept_by_every_micro_batch():
+    """Casts of weights, 7 bytes: with recomputation once, in the backward."""
+    weights = replace(WEIGHTS, kept_fixed=7)
+    assert memory(weights) == DeviceMemory(3435, 12 + 30 + 7, 300, 1600)
+    assert memory(weights, recompute=True) == DeviceMemory(3435, 12, 300 + 30 + 7, 1600)
+
+
 @pytest.mark.parametrize(("replicas", "terms"), [(1, 0), (2, 1), (3, 2), (8, 2)])
 def test_sums_take_a_bucket_at_a_time(replicas, terms):
     """Of 25 MiB, or of one parameter if that is larger; with one replica there are none."""

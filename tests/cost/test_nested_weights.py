@@ -24,14 +24,18 @@ MACHINES = Cluster.preset("summit:1x2")
 
 
 def cost_of(graph: OpGraph) -> CostModel:
-    costs = tuple(OpCost((0.1 + i,), (0.7,), 3 * i, 5 * i % 7) for i in range(len(graph)))
+    costs = tuple(
+        OpCost((0.1 + i,), (0.7,), 3 * i, 5 * i % 7, kept_fixed_bytes=4 * i % 5)
+        for i in range(len(graph))
+    )
     return CostModel(Profile(graph, (1,), costs, "cpu", "imported", proportional=True), MACHINES)
 
 
 def figures(weights: StageWeights) -> list[Number]:
     """All numbers, or arrays of them."""
     border = [getattr(weights.border, kind.name) for kind in fields(Border)]
-    rows = [*weights.held, weights.held.summed, weights.kept, weights.largest_gradient]
+    rows = [*weights.held, weights.held.summed, weights.kept, weights.kept_fixed]
+    rows.append(weights.largest_gradient)
     rows += [*(weights.passes.at(n) for n in (1, 3))]
     return rows + [column for traffic in border for column in (traffic.per_sample, traffic.fixed)]
 

@@ -59,6 +59,27 @@ def test_kept_bytes_by_hand() -> None:
     assert profile.costs[captured.graph.index["a"]].kept_bytes == 40
 
 
+class Halved(Stages):
+    """The same under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+def test_casts_of_weights_are_kept_whatever_the_samples() -> None:
+    """A backward reads the weight in half precision, 2 bytes for each of 100, and those of inputs;
+    without gradients before a, nothing reads its weight again.
+    """
+    torch.manual_seed(0)
+    captured = capture(Halved(), {"x": torch.randn(2, 10)}, granularity="operator")
+    measured = measure(captured, (1, 4), repeats=0)
+    estimated = estimate(captured, "v100", (1, 4))
+    for profile in (measured, estimated):
+        fixed = dict(zip((op.name for op in captured.graph.ops), profile.costs, strict=True))
+        assert [fixed[name].kept_fixed_bytes for name in ("a", "b", "c")] == [0, 200, 200]
+
+
 class _OperationClock(TorchDispatchMode):
     """A clock that goes on by a second with every operation of a tensor."""
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from anabranch.graph.opgraph import Op, OpGraph
-from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
+from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_bytes
 
 
 def test_bytes_per_sample() -> None:
     """The slope between two counts, rounded up; what does not grow drops out."""
     assert bytes_per_sample([100, 50, 7], [200, 50, 10], (2, 4)) == [50, 0, 2]
     assert bytes_per_sample([9], [9], (2, 2)) == [5]
+
+
+def test_fixed_bytes() -> None:
+    """What is left of the bytes at the smaller count; rounding of the slope makes none of it."""
+    assert fixed_bytes([100, 50, 7], [50, 0, 2], 2) == [0, 50, 3]
+    assert fixed_bytes([9], [5], 2) == [0]
 
 
 def profile_of(*costs: OpCost) -> Profile:

@@ -6,8 +6,9 @@
              + entering + gradients of what leaves      received ahead
              - tables + rows / replicas     where gradients of tables are the rows of a batch
              + a pass                       besides what is kept (``StagePasses``)
-             + kept * n                     with recomputation: the inside of one micro-batch
+             + kept * n + kept fixed        with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
+             + kept fixed                   whatever the samples, such as casts of weights
     sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more:
              what has been added up on the way to its own, and the next one; on the first two
              replicas, whose own are among the first terms, one. Of rows those of all replicas, and

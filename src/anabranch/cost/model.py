@@ -142,6 +142,11 @@ class CostModel:
         return np.array([cost.kept_bytes for cost in self.profile.costs], dtype=np.float64)
 
     @cached_property
+    def kept_fixed_bytes(self) -> Floats:
+        """Bytes that each operator keeps besides, whatever the number of samples."""
+        return np.array([cost.kept_fixed_bytes for cost in self.profile.costs], dtype=np.float64)
+
+    @cached_property
     def readers(self) -> tuple[int, ...]:
         """Per value, the bit mask of the operators that read it."""
         return tuple(sum(1 << consumer for consumer in v.consumers) for v in self.graph.values)
@@ -279,12 +284,14 @@ class CostModel:
         """Bytes of the stage with these operators."""
         ops = list(bits(mask))
         kept, gradients = self.kept_bytes[ops], self.largest_gradients[ops]
+        kept_fixed = self.kept_fixed_bytes[ops]
         return StageWeights(
             self.stage_held_bytes(ops),
             float(kept.sum()),
             self.border(mask),
             float(gradients.max(initial=0.0)),
-            StagePasses.of(gradients, self.working_bytes[ops], kept),
+            StagePasses.of(gradients, self.working_bytes[ops], kept, kept_fixed),
+            float(kept_fixed.sum()),
         )
 
     def memory(
@@ -315,7 +322,7 @@ class CostModel:
                 weights.largest_gradient,
                 weights.border.entering.at(samples),
                 weights.border.entering_gradients.at(samples),
-                weights.kept * samples,
+                weights.kept * samples + weights.kept_fixed,
                 weights.passes.at(samples),
                 recompute,
                 replicas,

@@ -112,6 +112,11 @@ class NestedSets:
         return self.sums(self.cost.kept_bytes)
 
     @cached_property
+    def kept_fixed_bytes(self) -> Floats:
+        """Bytes kept besides by every set, whatever the number of samples."""
+        return self.sums(self.cost.kept_fixed_bytes)
+
+    @cached_property
     def parameter_bytes(self) -> Held[Floats]:
         """Bytes of the parameters of every set, but for tied ones."""
         return Held(*map(self.sums, self.cost.own_parameter_bytes))
@@ -176,7 +181,7 @@ class NestedSets:
         """Bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
         cost = self.cost
         own = cost.largest_gradients + cost.working_bytes * samples
-        return self._fullest(pairs, own, cost.kept_bytes * samples)
+        return self._fullest(pairs, own, cost.kept_bytes * samples + cost.kept_fixed_bytes)
 
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
         """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
@@ -220,6 +225,7 @@ class NestedSets:
             border or self.border(pairs),
             self._fullest(pairs, self.cost.largest_gradients, np.zeros(len(self.cost.graph))),
             _PairPasses(self, pairs),
+            pairs.difference(self.kept_fixed_bytes),
         )
 
     @cached_property

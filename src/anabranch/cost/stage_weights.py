@@ -126,6 +126,7 @@ class StageWeights:
         border: what crosses its border.
         largest_gradient: bytes of the largest gradient of one parameter.
         passes: what a pass of its operators takes besides.
+        kept_fixed: bytes that its operators keep besides ``kept``, whatever the number of samples.
     """
 
     held: Held[Number]
@@ -133,6 +134,7 @@ class StageWeights:
     border: Border
     largest_gradient: Number = 0.0
     passes: PassBytes = Traffic(0.0, 0.0)
+    kept_fixed: Number = 0.0
 
     def __getitem__(self, places: Any) -> StageWeights:
         """Weights of some stages."""
@@ -155,10 +157,11 @@ class StagePasses:
     Of operators i in the order of the model, on n samples::
 
         k_i    bytes per sample that the operator keeps
+        f_i    bytes that it keeps besides, whatever the number of samples
         w_i    bytes per sample that its forward or its backward takes besides, while it runs
         g_i    bytes of the largest gradient of one of its parameters, before it is added
 
-        pass(i) = max(pass(i - 1) - k_i n,  g_i + w_i n)
+        pass(i) = max(pass(i - 1) - k_i n - f_i,  g_i + w_i n)
 
     What operator i keeps is not there yet when those before it run their forwards, and no more when
     they run their backwards. So an embedding's gradient, the last to be made, is as large as its
@@ -170,9 +173,13 @@ class StagePasses:
     per_sample: Floats
 
     @staticmethod
-    def of(gradients: Floats, working: Floats, kept: Floats) -> StagePasses:
-        """The recurrence for its operators, g_i, w_i and k_i."""
-        return StagePasses(gradients, working - (kept.sum() - np.cumsum(kept)))
+    def of(gradients: Floats, working: Floats, kept: Floats, kept_fixed: Floats) -> StagePasses:
+        """The recurrence for its operators, g_i, w_i, k_i and f_i."""
+        fixed, per_sample = (
+            own - (nbytes.sum() - np.cumsum(nbytes))
+            for own, nbytes in ((gradients, kept_fixed), (working, kept))
+        )
+        return StagePasses(fixed, per_sample)
 
     def at(self, samples: Number) -> Number:
         """Bytes for this many samples, or for each of an array of counts."""

@@ -63,6 +63,7 @@ class _OperatorEntry(Strict):
     weight_s: list[Seconds] = Field(default_factory=list)
     kept_bytes: Annotated[Size, Field(alias="kept_bytes_per_sample")]
     working_bytes: Annotated[Size, Field(alias="working_bytes_per_sample")] = 0
+    kept_fixed_bytes: Size = 0
 
 
 class _ValueEntry(Strict):

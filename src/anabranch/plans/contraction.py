@@ -150,6 +150,7 @@ def _cost(profile: Profile, mask: int) -> OpCost:
         sum(cost.kept_bytes for cost in chosen),
         int(working),
         _weight_s(profile, mask),
+        sum(cost.kept_fixed_bytes for cost in chosen),
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from anabranch.graph.opgraph import OpGraph
 from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
-from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
+from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_bytes
 
 Precision = Literal["float32", "tf32"]
 
@@ -214,6 +214,7 @@ class TracedModel:
         count.
         """
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
+        fixed = fixed_bytes(self.few.kept, kept, FEW)
         working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))
         costs = tuple(
             OpCost(
@@ -222,6 +223,7 @@ class TracedModel:
                 kept[op],
                 working[op],
                 tuple(float(s[2, op]) for s in seconds if len(s) > 2),
+                fixed[op],
             )
             for op in range(len(self.graph))
         )

@@ -47,7 +47,7 @@ from anabranch.profile.operator_runner import (
     run_operators,
     workable_counts,
 )
-from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
+from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_bytes
 from anabranch.profile.storages import TensorWatch
 
 Progress = Callable[[int, int], None]
@@ -303,6 +303,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     first, last = benches[0], benches[-1]
     counts = first.samples, last.samples
     kept = bytes_per_sample(first.kept, last.kept, counts)
+    fixed = fixed_bytes(first.kept, kept, first.samples)
     working = bytes_per_sample(first.working, last.working, counts)
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
@@ -317,7 +318,9 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
             waiting = (0.0,) * len(benches)
         elif not captured.graph.gradient_targets[alike[0]]:
             waiting = backward
-        costs |= {i: OpCost(forward, backward, kept[i], working[i], waiting) for i in alike}
+        costs |= {
+            i: OpCost(forward, backward, kept[i], working[i], waiting, fixed[i]) for i in alike
+        }
     return Profile(
         captured.graph,
         tuple(b.samples for b in benches),

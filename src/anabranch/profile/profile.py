@@ -26,6 +26,8 @@ class OpCost:
         working_bytes: bytes per sample that one of its passes takes besides, while it runs.
         weight_s: seconds of its backward that gradients of its weights alone need, which can wait
             until those of its inputs are sent; empty where unknown, for which half is taken.
+        kept_fixed_bytes: bytes that it keeps besides ``kept_bytes`` whatever the number of samples,
+            such as casts of its weights under autocast.
     """
 
     forward_s: tuple[float, ...]
@@ -33,6 +35,7 @@ class OpCost:
     kept_bytes: int
     working_bytes: int = 0
     weight_s: tuple[float, ...] = ()
+    kept_fixed_bytes: int = 0
 
     @property
     def second_half_s(self) -> tuple[float, ...]:
@@ -136,10 +139,10 @@ class Profile:
             for seconds in (*cost.forward_s, *cost.backward_s):
                 if not (seconds >= 0 and math.isfinite(seconds)):
                     raise ValueError(f"operator {op.name} has a time of {seconds} s")
-            if min(cost.kept_bytes, cost.working_bytes) < 0:
+            if min(cost.kept_bytes, cost.kept_fixed_bytes, cost.working_bytes) < 0:
                 raise ValueError(
-                    f"operator {op.name} keeps {cost.kept_bytes} bytes and works with "
-                    f"{cost.working_bytes}"
+                    f"operator {op.name} keeps {cost.kept_bytes} and {cost.kept_fixed_bytes} bytes "
+                    f"and works with {cost.working_bytes}"
                 )
 
     @cached_property
@@ -189,6 +192,12 @@ def bytes_per_sample(
     if low == high:
         return [-(-b // high) for b in many]
     return [max(0, -(-(b - a) // (high - low))) for a, b in zip(few, many, strict=True)]
+
+
+def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> list[int]:
+    """Bytes of every operator, of those at a sample count, that do not grow with the samples."""
+    pairs = zip(few, per_sample, strict=True)
+    return [max(0, nbytes - growing * samples) for nbytes, growing in pairs]
 
 
 def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:

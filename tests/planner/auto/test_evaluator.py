@@ -99,7 +99,10 @@ def test_what_cannot_run_takes_for_ever():
 
 def test_memory_decides():
     """What the simulator's memory does not hold, an evaluation does not take; some drafts fit."""
-    costs = tuple(replace(cost, working_bytes=cost.kept_bytes // 2) for cost in TOWERS.costs)
+    costs = tuple(
+        replace(cost, working_bytes=cost.kept_bytes // 2, kept_fixed_bytes=cost.kept_bytes)
+        for cost in TOWERS.costs
+    )
     profile = replace(TOWERS, costs=costs)
     for memory in (2**31, 3 * 2**30, 2**32):
         cost = cost_model(profile, 4, memory=memory)

@@ -104,8 +104,11 @@ def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
         for weight in graph.parameters
     )
     free = OpCost((0.0,) * 4, (0.0,) * 4, 0)
+    few = st.integers(0, 4)
     costs = tuple(
-        free if draw(st.booleans()) and i % 2 else replace(c, working_bytes=draw(st.integers(0, 4)))
+        free
+        if draw(st.booleans()) and i % 2
+        else replace(c, working_bytes=draw(few), kept_fixed_bytes=draw(few))
         for i, c in enumerate(profile.costs)
     )
     made = OpGraph(ops, values, parameters, name="drawn")

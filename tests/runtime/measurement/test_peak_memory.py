@@ -161,6 +161,40 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
+class Halved(nn.Module):
+    """Layers under autocast, whose weights take more than a sample's activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x).float().square().mean()
+
+
+def test_casts_of_weights_are_predicted_for_every_micro_batch_in_flight() -> None:
+    """Eight micro-batches of two samples keep 5 x 32 KiB of them each: a backward of the first
+    layer needs none.
+    """
+    torch.manual_seed(0)
+    module, samples = Halved(), {"x": torch.randn(16, 128)}
+    example = {"x": samples["x"][:4]}
+    captured = capture(module, example)
+    profile = anabranch.estimate(captured, "v100", (2, 4))
+    plan = anabranch.plan(
+        profile, Cluster.preset("local:1"), 16, microbatch_size=2, schedule="gpipe"
+    )
+    workload = Workload(module, example, optimizer=partial(torch.optim.AdamW, fused=True))
+    pipe = Pipeline(workload, plan, captured=captured, check_gradients=False)
+    pipe.step(samples)
+    pipe.step(samples, weigh=True)
+    assert plan.predicted is not None
+    (said,), (measured,) = plan.predicted.device_peak_bytes, pipe.peak_bytes
+    assert measured > 8 * 5 * 32 * KB
+    assert said == pytest.approx(measured, rel=0.1)
+
+
 class MaskedWords(nn.Module):
     """Scores for each of 512 words at each of 16 places are most of what there is."""
 

@@ -148,6 +148,7 @@ def _bytes(cost: CostModel) -> Table[tables.OperatorBytes]:
         table[name] = nbytes
     table["largest_gradient"] = cost.largest_gradients
     table["kept"], table["working"] = cost.kept_bytes, cost.working_bytes
+    table["kept_fixed"] = cost.kept_fixed_bytes
     return table
 
 

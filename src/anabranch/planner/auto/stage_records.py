@@ -22,6 +22,7 @@ class OperatorBytes:
     rows: float  # these gradients
     largest_gradient: float
     kept: float  # of a sample, for the backward
+    kept_fixed: float  # besides, whatever the samples
     working: float  # of a sample, besides
 
 
@@ -119,6 +120,7 @@ class StageRecord:
     rows: float
     largest_gradient: float
     kept: float
+    kept_fixed: float
     passing: float  # bytes of a pass of all samples besides
     enters: float  # bytes per sample
     enters_fixed: float  # bytes whatever the samples

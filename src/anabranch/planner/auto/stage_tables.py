@@ -93,9 +93,11 @@ def sum_operators(
         stage.tables += held.tables
         stage.rows += held.rows
         stage.kept += held.kept
+        stage.kept_fixed += held.kept_fixed
         stage.largest_gradient = max(stage.largest_gradient, held.largest_gradient)
         own = held.largest_gradient + held.working * stage.samples
-        stage.passing = pass_behind(stage.passing, held.kept * stage.samples, own)
+        kept = held.kept * stage.samples + held.kept_fixed
+        stage.passing = pass_behind(stage.passing, kept, own)
     for s in range(len(stages)):
         stage = stages[s]
         if stage.operators == 0:
@@ -244,7 +246,7 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
             stage.largest_gradient,
             stage.enters * n + stage.enters_fixed,
             stage.returns * n + stage.returns_fixed,
-            stage.kept * n,
+            stage.kept * n + stage.kept_fixed,
             stage.passing,
             stage.recompute,
             stage.replicas,

@@ -85,7 +85,13 @@ class DownsetPrices:
     def _least_bytes(self, mode: Mode) -> Floats:
         """Per downset; the difference of two is at most what the stage between them needs."""
         border = Border(*(Traffic(0.0, 0.0),) * 4)
-        weights = StageWeights(self.downsets.parameter_bytes, self.downsets.kept_bytes, border)
+        downsets = self.downsets
+        weights = StageWeights(
+            downsets.parameter_bytes,
+            downsets.kept_bytes,
+            border,
+            kept_fixed=downsets.kept_fixed_bytes,
+        )
         memory = self.prices.cost.memory(weights, self.prices.microbatch_size, mode.replicas)
         return np.asarray(memory.peak(1))
 
