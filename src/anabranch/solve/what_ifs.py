@@ -107,7 +107,7 @@ def _changes(
     if any(map(ModelCosts(graph, cost).update_s, range(len(graph)))):
         yield "free_update", "updates that take no time", _WithoutUpdates(graph, cost)
     if not cost.profile.proportional:
-        what = "small micro-batches as quick per sample as large ones"
+        what = "micro-batches as efficient as larger ones"
         yield "best_slices", what, _in_best_slices(graph, cost)
     if any(stage.recompute for stage in graph.stages):
         stages = tuple(replace(stage, recompute=False) for stage in graph.stages)
