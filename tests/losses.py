@@ -119,6 +119,23 @@ class Fraction(Tokens):
         return (self.scores(x).square().mean(-1) * mask).sum(), mask.sum()
 
 
+class Aligned(Tokens):
+    """A sequence to be found in a longer one, of the labels that are chosen from all samples; and
+    positions of the type of what they are added to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.linspace(0, 1, LENGTH)[:, None])
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x)
+        log = (scores + self.positions.type_as(scores)).log_softmax(-1).transpose(0, 1)
+        frames, kept = torch.full((len(x),), LENGTH), label > 0
+        targets, lengths = label.masked_select(kept), kept.sum(-1)
+        return F.ctc_loss(log, targets, frames, lengths, zero_infinity=True)
+
+
 class Towers(nn.Module):
     """Two towers; subclasses compare what they make."""
 
@@ -243,6 +260,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "means of the chosen": (ChosenMeans, "weighted mean"),
     "pairs of the chosen": (ChosenPairs, "coupled"),
     "margins of the chosen": (ChosenMargins, "coupled"),
+    "aligned": (Aligned, "mean"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),

@@ -15,7 +15,7 @@ from anabranch.graph.flat_program import (
     schema_name,
     written,
 )
-from anabranch.graph.operations import CHEAP, HEAVY, NOT_A_REMAINDER, RANDOM
+from anabranch.graph.operations import CHEAP, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
 
 
 def base_name(node: fx.Node) -> str:
@@ -27,6 +27,12 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     """The value of a node, where it is one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def value_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs of a call whose entries its value depends on."""
+    inputs = node.all_input_nodes
+    return inputs[:1] if base_name(node) in LIKE else inputs
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -109,8 +115,8 @@ class CallTraits:
             self.free[node] = source.kind != PARAMETER and node.meta["storage"] not in self.mutated
         elif node.op in ("call_function", "get_attr"):
             inputs = node.all_input_nodes
-            self.on_parameters[node] = any(self.on_parameters[n] for n in inputs)
-            self.on_batch[node] = any(self.on_batch[n] for n in inputs)
+            self.on_parameters[node] = any(self.on_parameters[n] for n in value_inputs(node))
+            self.on_batch[node] = any(self.on_batch[n] for n in value_inputs(node))
             # What is returned has to be made in one place.
             self.free[node] = node.op == "get_attr" or (
                 node not in self.outputs

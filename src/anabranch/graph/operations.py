@@ -75,6 +75,9 @@ ALONG = words(
     topk flip roll kthvalue
     """
 )
+LIKE = words("type_as expand_as view_as reshape_as")
+"""Operations that take the type or the sizes of their second argument, and not its entries."""
+
 FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
 COUNTS = words("histc bincount scatter_add index_add")
 """Sums over what other values sort into classes, such as the tokens of each expert."""

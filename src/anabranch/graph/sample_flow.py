@@ -31,7 +31,14 @@ from typing import Any
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import arguments, base_name, dims_along, has_classes, tensor
+from anabranch.graph.call_traits import (
+    arguments,
+    base_name,
+    dims_along,
+    has_classes,
+    tensor,
+    value_inputs,
+)
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,
@@ -124,7 +131,7 @@ class _Follower:
         return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
-        inputs = [self.flows[n] for n in node.all_input_nodes]
+        inputs = [self.flows[n] for n in value_inputs(node)]
         known = all(flow.known for flow in inputs)
         kinds = {flow.kind for flow in inputs}
         axis = self.axes.get(node, SampleAxis(-1))
