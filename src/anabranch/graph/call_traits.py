@@ -15,7 +15,7 @@ from anabranch.graph.flat_program import (
     schema_name,
     written,
 )
-from anabranch.graph.operations import CHEAP, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
+from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
 
 
 def base_name(node: fx.Node) -> str:
@@ -31,8 +31,10 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
 
 def value_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs of a call whose entries its value depends on."""
-    inputs = node.all_input_nodes
-    return inputs[:1] if base_name(node) in LIKE else inputs
+    name, inputs = base_name(node), node.all_input_nodes
+    if name in LIKE:
+        return inputs[:1]
+    return inputs[1:] if name in FACTORIES else inputs
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

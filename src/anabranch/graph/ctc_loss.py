@@ -37,7 +37,8 @@ def traceable(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if zero_infinity:
             losses = losses.masked_fill(losses == torch.inf, 0.0)
         if reduction == "mean":
-            return (losses / target_lengths.to(losses).clamp_min(1)).mean()
+            by_label: Tensor = losses / target_lengths.to(losses).clamp_min(1)
+            return by_label.mean()
         return losses.sum() if reduction == "sum" else losses
 
     return ctc_loss
