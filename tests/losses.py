@@ -119,6 +119,61 @@ class Fraction(Tokens):
         return (self.scores(x).square().mean(-1) * mask).sum(), mask.sum()
 
 
+class Aligned(Tokens):
+    """A sequence to be found in a longer one, of the labels that are chosen from all samples; and
+    positions of the type of what they are added to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.linspace(0, 1, LENGTH)[:, None])
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x)
+        log = (scores + self.positions.type_as(scores)).log_softmax(-1).transpose(0, 1)
+        frames, kept = torch.full((len(x),), LENGTH), label > 0
+        targets, lengths = label.masked_select(kept), kept.sum(-1)
+        return F.ctc_loss(log, targets, frames, lengths, zero_infinity=True)
+
+
+class WrittenInPlace(Tokens):
+    """The labels of the first tokens are ignored by a write through a view, and two sums are
+    collected in a tensor; what is counted is that of the batch as well.
+    """
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, target, sums = self.scores(x), label.clone(), x.new_zeros(2)
+        target[:, :2] = -100
+        sums[0] = F.cross_entropy(scores.flatten(0, 1), target.flatten())
+        sums[1] = scores.square().mean()
+        return sums.sum()
+
+
+class MeansCompared(Tokens):
+    """Means over the batch, collected through a view that was there before."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, means = self.scores(x), x.new_zeros(2, CLASSES)
+        first = means[0]
+        means[0] = scores[:, 0].mean(0)
+        means[1] = scores[:, 1].mean(0)
+        return (first - means[1]).square().sum() + scores.square().mean()
+
+
+class Weighed(Tokens):
+    """Weights that are divided by the batch size before they meet what they weigh."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return (self.scores(x).square().mean(-1) * (x[..., 0].abs() / len(x))).sum()
+
+
+class Saturated(Tokens):
+    """A power of the batch size inside of a function that is not linear."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return (self.scores(x) / len(x)).exp().sum()
+
+
 class Towers(nn.Module):
     """Two towers; subclasses compare what they make."""
 
@@ -243,6 +298,11 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "means of the chosen": (ChosenMeans, "weighted mean"),
     "pairs of the chosen": (ChosenPairs, "coupled"),
     "margins of the chosen": (ChosenMargins, "coupled"),
+    "written in place": (WrittenInPlace, "weighted mean"),
+    "means compared": (MeansCompared, "coupled"),
+    "weighed": (Weighed, "mean"),
+    "saturated": (Saturated, "coupled"),
+    "aligned": (Aligned, "mean"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),

@@ -204,7 +204,7 @@ class InPlace(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.a(x)
-        h.view(-1, 2, 4).select(1, 0).relu_()
+        h.detach().view(-1, 2, 4).select(1, 0).relu_()  # past autograd, so no new value
         return self.b(self.norm(h)).pow(2).mean()
 
 

@@ -19,7 +19,7 @@ from anabranch.graph.flat_program import (
     schema_name,
     written,
 )
-from anabranch.graph.operations import CHEAP, HEAVY, NOT_A_REMAINDER, RANDOM
+from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
 
 
 def base_name(node: fx.Node) -> str:
@@ -40,6 +40,14 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     """The value of a node, where it is one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def value_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs of a call whose entries its value depends on."""
+    name, inputs = base_name(node), node.all_input_nodes
+    if name in LIKE:
+        return inputs[:1]
+    return inputs[1:] if name in FACTORIES else inputs
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -122,8 +130,8 @@ class CallTraits:
             self.free[node] = source.kind != PARAMETER and node.meta["storage"] not in self.mutated
         elif node.op in ("call_function", "get_attr"):
             inputs = node.all_input_nodes
-            self.on_parameters[node] = any(self.on_parameters[n] for n in inputs)
-            self.on_batch[node] = any(self.on_batch[n] for n in inputs)
+            self.on_parameters[node] = any(self.on_parameters[n] for n in value_inputs(node))
+            self.on_batch[node] = any(self.on_batch[n] for n in value_inputs(node))
             # What is returned has to be made in one place.
             self.free[node] = node.op == "get_attr" or (
                 node not in self.outputs

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -37,6 +38,7 @@ from anabranch.graph.flat_program import (
     set_value,
     written,
 )
+from anabranch.graph.written_views import new_value, put_back, viewed, views, writes_first
 
 _aten = torch.ops.aten
 _CHECKS = {
@@ -216,6 +218,8 @@ class _ProgramBuilder:
         self, like: fx.Node, target: Any, args: Any, kwargs: Any, *, name: str | None = None
     ) -> Any:
         """A new call with its value, or a number that is known without the data."""
+        if (written := self.written(like, target, args, kwargs)) is not None:
+            return written
         values, options = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
         value = target(*values, **options)
         if isinstance(value, int | float):
@@ -226,6 +230,42 @@ class _ProgramBuilder:
         new.meta |= {key: like.meta[key] for key in copied}
         set_value(new, value)
         return new
+
+    def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
+        """What a write makes of memory that has names besides that of its argument, for all of
+        them; None for any other call.
+        """
+        changed = args[0] if args else None
+        if not (writes_first(target) and isinstance(changed, fx.Node)):
+            return None
+        if "storage" not in changed.meta:
+            return None
+        read_later = {
+            node: held
+            for node, held in self.env.items()
+            if isinstance(held, fx.Node)
+            and held.meta.get("storage") == changed.meta["storage"]
+            and any(user not in self.env and user is not like for user in node.users)
+        }
+        others = set(read_later.values()) - {changed}
+        path = views(changed)
+        if not others or path[0].op == "placeholder":
+            return None
+
+        def make(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            made: fx.Node = self.made(like, target, args, kwargs)
+            return made
+
+        value = new_value(target, args, kwargs, make)
+        for source, view in reversed(list(pairwise(path))):
+            value = None if value is None else put_back(view, source, value, make)
+        if value is None:
+            return None
+        now = {held: viewed(views(held), value, make) for held in {*others, changed}}
+        if any(new.meta["storage"] != value.meta["storage"] for new in now.values()):
+            return None
+        self.env |= {node: now[held] for node, held in self.env.items() if held in now}
+        return now[changed]
 
     def region(self, argument: Any) -> Any:
         if not isinstance(argument, nn.Module):

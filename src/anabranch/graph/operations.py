@@ -35,8 +35,8 @@ CHEAP = words(
     __or__ bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not tril triu index
     gather cumsum any all argmax argmin sum mean pad constant_pad_nd abs minimum maximum min max
     clamp clamp_min log sqrt rsqrt pow square floor sign remainder floor_divide one_hot
-    new_empty roll flip isnan isinf fill_ zero_ select_scatter linspace eye meshgrid reciprocal
-    exp
+    new_empty roll flip isnan isinf fill_ zero_ select_scatter slice_scatter linspace
+    eye meshgrid reciprocal exp
     """
 )
 """Operations that are cheap enough to be done again by every reader."""
@@ -76,7 +76,21 @@ ALONG = words(
     topk flip roll kthvalue
     """
 )
+FILLED = words("full full_like new_full")
+"""Operations that fill a tensor with one number."""
+
+PICKS = words("select slice index gather index_select narrow getitem flip roll dropout diagonal")
+"""Operations that take entries of their first argument as they are, all by one factor."""
+
+SCATTERS = words("select_scatter slice_scatter diagonal_scatter")
+"""Operations that put a value into a part of another one."""
+
+LIKE = words("type_as expand_as view_as reshape_as")
+"""Operations that take the type or the sizes of their second argument, and not its entries."""
+
 FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
+"""Operations that take the type, and the sizes, of their first argument, and not its entries."""
+
 COUNTS = words("histc bincount scatter_add index_add")
 """Sums over what other values sort into classes, such as the tokens of each expert."""
 

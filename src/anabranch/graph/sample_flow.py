@@ -24,6 +24,7 @@ says so, and ``halves_agree`` compares numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,14 @@ from typing import Any
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import arguments, base_name, dims_along, has_classes, tensor
+from anabranch.graph.call_traits import (
+    arguments,
+    base_name,
+    dims_along,
+    has_classes,
+    tensor,
+    value_inputs,
+)
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,
@@ -49,10 +57,12 @@ from anabranch.graph.operations import (
     BY_CLASS,
     CONVOLUTIONS,
     COUNTS,
-    FACTORIES,
+    FILLED,
     LINEAR,
+    PICKS,
     PRODUCTS,
     REDUCED,
+    SCATTERS,
 )
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_in_order, sample_axes
 
@@ -124,12 +134,10 @@ class _Follower:
         return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
-        inputs = [self.flows[n] for n in node.all_input_nodes]
+        inputs = [self.flows[n] for n in value_inputs(node)]
         known = all(flow.known for flow in inputs)
         kinds = {flow.kind for flow in inputs}
         axis = self.axes.get(node, SampleAxis(-1))
-        if base_name(node) in FACTORIES and axis.dim < 0:
-            return Flow("constant")  # of the type of a value, whatever is in that
         if axis.dim < 0 or axis.trouble == PAIRS:
             assumed = self.by_assumption(node, inputs, known)
             if assumed is not None:
@@ -201,7 +209,12 @@ class _Follower:
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
         """A value made of constants alone, such as torch.arange(n)."""
         if axis.dim >= 0:
-            return Flow("samples", 0, known)
+            scale = (
+                self.scale(node, name, sizes=False) if (name := base_name(node)) in FILLED else 0
+            )
+            if scale is None:
+                self.coupling.append(node)
+            return Flow("samples", scale or 0, known)
         changed = [(a, b) for a, b in self.numbers(node) if a != b]
         if not changed:
             return Flow("constant", 0, known)
@@ -227,38 +240,67 @@ class _Follower:
     def per_sample(self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool) -> Flow:
         """A value with samples."""
         self.note_uses(node)
-        degrees = {flow.degree for flow in inputs if flow.kind == "samples"}
         name = base_name(node).rstrip("_")
-        if any(flow.kind == "additive" for flow in inputs) or self.mixes(node, name):
+        degree = self.degree(node, name, inputs)
+        is_coupled = any(flow.kind == "additive" for flow in inputs) or self.mixes(node, name)
+        # What is made of the batch alone belongs to no operator: numbers tell.
+        if is_coupled or (degree is None and not known):
             self.coupling.append(node)
             return Flow("samples", 0, known)
         if name in BATCH_NORMS and trains_norm(node):
             self.normalise(node)
-        scale = self.scale(node, name)
-        if len(degrees) > 1 or scale is None or (scale and name not in ("mul", "div")):
-            return Flow("samples", 0, known)
-        return Flow("samples", next(iter(degrees), 0) + scale, known)
+        return Flow("samples", degree or 0, known)
+
+    def degree(self, node: fx.Node, name: str, inputs: list[Flow]) -> int | None:
+        """The power of the number of samples in a value with samples; None where it depends on
+        that number otherwise, so that a slice has another value than the batch.
+        """
+        degrees = [flow.degree for flow in inputs if flow.kind == "samples"]
+        scale = self.scale(node, name, sizes=False)
+        if scale is None or not (scale or any(degrees)):
+            return scale
+        if name == "mul" or name in PRODUCTS - {"addmm", "linear"}:
+            return sum(degrees) + scale
+        first = inputs[0]
+        if name == "div" and first.kind == "samples":
+            return first.degree + scale - sum(degrees[1:])
+        start, stop = _TERMS.get(name, (0, 0))
+        terms = tree_leaves(list(node.args[start:stop]))
+        is_sum = bool(terms) and all(
+            isinstance(term, fx.Node) and self.flows[term].kind == "samples" for term in terms
+        )
+        factors = {self.flows[term].degree for term in terms if is_sum} or set(degrees)
+        is_linear = is_sum or name in LINEAR | PICKS
+        return factors.pop() if is_linear and len(factors) == 1 else None
 
     def note_uses(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             if self.flows[source].kind == "statistic" and tensor(source) is not None:
                 self.uses.append(StatisticUse(node, source, share=False))
 
-    def scale(self, node: fx.Node, name: str) -> int | None:
+    def scale(self, node: fx.Node, name: str, *, sizes: bool = True) -> int | None:
         """The power of the number of samples that a product with a number has, None for others."""
-        changed = [(a, b) for a, b in self.numbers(node) if a != b]
+        changed = [(a, b) for a, b in self.numbers(node, sizes=sizes) if a != b]
         if not changed:
             return 0
-        if len(changed) > 1 or name not in ("mul", "div") or not changed[0][0]:
+        (small, large), *others = changed
+        if others or name not in ("mul", "div", *FILLED) or small * large <= 0:
             return None
-        small, large = changed[0]
-        if large != 2 * small:
+        power = math.log2(large / small)
+        if not power.is_integer():
             return None
-        return 1 if name == "mul" else -1
+        return int(-power if name == "div" else power)
 
-    def numbers(self, node: fx.Node) -> list[tuple[float, float]]:
-        """Numbers among the arguments, for the samples of each program."""
-        leaves = (tree_leaves([[*n.args], {**n.kwargs}]) for n in (node, self.twins[node]))
+    def numbers(self, node: fx.Node, *, sizes: bool = True) -> list[tuple[float, float]]:
+        """Numbers among the arguments, for the samples of each program; or those that are no
+        ``sizes``, which have to fit the tensors.
+        """
+        schema = getattr(node.target, "_schema", None)
+        kinds = {} if schema is None else {a.name: str(a.real_type) for a in schema.arguments}
+        leaves = (
+            tree_leaves([v for k, v in arguments(n).items() if sizes or "int" not in kinds[k]])
+            for n in (node, self.twins[node])
+        )
         pairs = zip(*leaves, strict=True)
         return [(a, b) for a, b in pairs if _is_number(a) and _is_number(b)]
 
@@ -317,6 +359,10 @@ class _Follower:
         if name in LINEAR or name in ("stack", "cat"):
             is_whole = len(moving) == len(inputs)
             return Flow("additive", degree, known) if is_whole else nothing
+        if name in SCATTERS:
+            # What is left of a constant is its own mean, and a sum where it is zero.
+            is_sum = len(moving) == len(inputs) or degree == -1 or _is_zero(sources[0])
+            return Flow("additive", degree, known) if is_sum else nothing
         if name in ("add", "sub", "rsub"):
             # A constant is its own mean, and no sum.
             is_sum = self.all_add(node, moving, degree)
@@ -385,11 +431,21 @@ class _Follower:
         return nothing
 
 
+_TERMS = {
+    **dict.fromkeys(("add", "sub", "rsub", *SCATTERS), (0, 2)),
+    **dict.fromkeys(("cat", "stack"), (0, 1)),
+    "where": (1, 3),
+}
+"""Sums, and what has entries of several values -> the interval of arguments that are these."""
+
+
 def _adds_to_nothing(node: fx.Node, name: str) -> bool:
     """True if a sum by classes begins with zeros."""
-    first = node.args[0]
-    zeros = ("zeros", "zeros_like", "new_zeros")
-    return not name.endswith("_add") or (isinstance(first, fx.Node) and base_name(first) in zeros)
+    return not name.endswith("_add") or _is_zero(node.args[0])
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, fx.Node) and base_name(value) in ("zeros", "zeros_like", "new_zeros")
 
 
 def _is_number(value: Any) -> bool:

@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from anabranch.graph.ctc_loss import traceable
 from anabranch.graph.module_state import with_attributes
 
 _TORCH = torch.__path__[0]
@@ -214,6 +215,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Gemma3: masks that let the tokens of one image see each other.
     ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
     ("transformers.masking_utils", "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+    ("torch.nn.functional", "ctc_loss", lambda functional: traceable(functional.ctc_loss)),
 )
 """Module, a name in it, and the module -> what the name stands for while a forward is traced."""
 

@@ -1,0 +1,154 @@
+"""Writes into memory that has several names, as new values.
+
+A program is analysed and cut by who reads what. A write through a view, ``t[:, 0] = -100``, has no
+reader: who reads ``t`` afterwards does not name it. So the write makes a new value, which is read
+from then on::
+
+    v = select(t, 1, 0)                       v = select(t, 1, 0)
+    fill_(v, -100)                            f = full_like(v, -100)
+    loss(t)                        ->         u = select_scatter(t, f, 1, 0)
+                                              loss(u)
+
+Parameters, buffers and tensors of the batch stay what is written to, and so does what is written
+under ``no_grad`` or at random.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from anabranch.graph.operations import RANDOM, words
+
+_aten = torch.ops.aten
+Make = Callable[..., fx.Node]
+"""Inserts a call of an operation with positional arguments."""
+
+_KEEPS_ORDER = words(
+    "alias view reshape flatten unflatten unsqueeze squeeze view_as contiguous to type_as"
+)
+_PARTS = words("split split_with_sizes chunk tensor_split")
+
+
+def writes_first(target: Any) -> bool:
+    """True for an operation that changes its first argument, and nothing else, and returns it."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.name.endswith("_"):
+        return False
+    infos = [argument.alias_info for argument in schema.arguments]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write] == [0]
+
+
+def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None:
+    """What the first argument of a write (``writes_first``) is after it, as a value of its own;
+    None if there is no such operation.
+    """
+    name, (changed, *others) = target._schema.name.removeprefix("aten::").rstrip("_"), args
+    if "::" in name or any(word in name for word in RANDOM):
+        return None
+    if name == "zero":
+        return make(_aten.zeros_like.default, changed)
+    if name == "fill" and not isinstance(others[0], fx.Node):
+        return make(_aten.full_like.default, changed, others[0])
+    twin = getattr(getattr(_aten, name, None), target._overloadname, None)
+    is_copy = name in ("copy", "fill")
+    if twin is None and not is_copy:
+        return None
+    value = others[0] if is_copy else make(twin, *args, **kwargs)
+    like, now = changed.meta["val"], value.meta["val"]
+    if now.device != like.device:
+        return None
+    if now.dtype != like.dtype:
+        value = make(_aten.to.dtype, value, like.dtype)
+    if now.shape != like.shape:
+        value = make(_aten.expand.default, value, list(like.shape))
+    return make(_aten.clone.default, value) if is_copy else value
+
+
+def views(node: fx.Node) -> list[fx.Node]:
+    """The views, and writes, that lead to a node from the value whose memory it is in, which is
+    the first of them.
+    """
+    path = [node]
+    while (source := _source(path[0])) is not None:
+        path.insert(0, source)
+    return path
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function" or not node.args:
+        return None
+    source = node.args[0]
+    if node.target is operator.getitem and isinstance(source, fx.Node):
+        source = source.args[0] if source.args else None
+    if not isinstance(source, fx.Node) or "storage" not in node.meta:
+        return None
+    return source if source.meta.get("storage") == node.meta["storage"] else None
+
+
+def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.Node | None:
+    """The source of a view that has become ``value``; None if it cannot be told."""
+    if writes_first(view.target):
+        return value
+    if view.target is operator.getitem:
+        return _put_part_back(view, source, value, make)
+    name, rest = _name(view), view.args[1:]
+    like = source.meta["val"]
+    if view.meta["val"].dtype != like.dtype:
+        return None
+    if name in _KEEPS_ORDER:
+        is_same = value.meta["val"].shape == like.shape
+        return value if is_same else make(_aten.reshape.default, value, list(like.shape))
+    if name == "select":
+        return make(_aten.select_scatter.default, source, value, *rest)
+    if name == "slice":
+        is_all = value.meta["val"].shape == like.shape and (len(rest) < 4 or rest[3] == 1)
+        return value if is_all else make(_aten.slice_scatter.default, source, value, *rest)
+    if name == "diagonal":
+        return make(_aten.diagonal_scatter.default, source, value, *rest)
+    if name in ("t", "transpose"):
+        target: Any = view.target
+        return make(target, value, *rest)
+    if name == "permute":
+        dims = [d % like.dim() for d in rest[0]]  # type: ignore[union-attr]
+        return make(_aten.permute.default, value, [dims.index(d) for d in range(len(dims))])
+    return None
+
+
+def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.Node | None:
+    parts, index = item.args
+    assert isinstance(parts, fx.Node)
+    assert isinstance(index, int)
+    name = _name(parts)
+    if name == "unbind":
+        dim = parts.args[1] if len(parts.args) > 1 else 0
+        return make(_aten.select_scatter.default, source, value, dim, index)
+    if name not in _PARTS:
+        return None
+    dim = parts.args[2] if len(parts.args) > 2 else 0
+    sizes = [part.shape[dim] for part in parts.meta["val"]]
+    start = sum(sizes[:index])
+    return make(_aten.slice_scatter.default, source, value, dim, start, start + sizes[index])
+
+
+def viewed(path: list[fx.Node], value: fx.Node, make: Make) -> fx.Node:
+    """The last view of a path of a new value in place of the path's first."""
+    for view in path[1:]:
+        if writes_first(view.target):
+            continue
+        target: Any = view.target
+        rest = view.args[1:]
+        if target is operator.getitem:
+            parts: Any = view.args[0]
+            value = make(parts.target, value, *parts.args[1:], **parts.kwargs)
+        value = make(target, value, *rest, **view.kwargs)
+    return value
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name).removeprefix("aten::")
