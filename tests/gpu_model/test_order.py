@@ -21,7 +21,7 @@ from tests.gpu_model.replay import Programs, replay
 
 pytestmark = pytest.mark.dist
 
-DRAWS = int(os.environ.get("ANABRANCH_GPU_MODEL_DRAWS", "300"))
+DRAWS = int(os.environ.get("ANABRANCH_GPU_MODEL_DRAWS", "100"))
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,9 @@ def test_nothing_is_given_behind_what_may_wait_for_a_host() -> None:
     """Rank 2 has sent to rank 0, whose receive stands behind that of another message; its sender,
     rank 1, waits for its device, which waits for rank 2 to receive, and rank 2 for its own.
     """
-    for seed in range(200):
+    for seed in range(100):
         replay(CHAIN, **drawn(seed, user_may_wait=False))
-    assert hangs(CHAIN, "behind anything", 200)["hangs"] > 0
+    assert hangs(CHAIN, "behind anything", 100)["hangs"] > 0
 
 
 _SUM = [("start", 0, (1, 2), ""), ("finish", 0), ("look",), ("settle",)]
@@ -113,9 +113,9 @@ SUM: Programs = [
 
 def test_sums_begin_when_all_hosts_have_come() -> None:
     """A sum on a device spins until all others have it, whose hosts may need this one before."""
-    for seed in range(200):
+    for seed in range(100):
         replay(SUM, **drawn(seed, user_may_wait=False))
-    assert hangs(SUM, "sums at once", 200)["hangs"] > 0
+    assert hangs(SUM, "sums at once", 100)["hangs"] > 0
 
 
 def test_the_model_has_queues_and_multiprocessors() -> None:
