@@ -97,9 +97,9 @@ def test_nothing_is_given_behind_what_may_wait_for_a_host() -> None:
     """Rank 2 has sent to rank 0, whose receive stands behind that of another message; its sender,
     rank 1, waits for its device, which waits for rank 2 to receive, and rank 2 for its own.
     """
-    for seed in range(100):
+    for seed in range(200):
         replay(CHAIN, **drawn(seed, user_may_wait=False))
-    assert hangs(CHAIN, "behind anything", 100)["hangs"] > 0
+    assert hangs(CHAIN, "behind anything", 200)["hangs"] > 0
 
 
 _SUM = [("start", 0, (1, 2), ""), ("finish", 0), ("look",), ("settle",)]
