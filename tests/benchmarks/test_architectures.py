@@ -15,6 +15,8 @@ from benchmarks.architectures.__main__ import examined
 from benchmarks.architectures.models import ARCHITECTURES
 
 ALIKE = {
+    "InternVL": "has a projection behind its own tower, as Llava has",
+    "PaliGemma": "has the masks of Gemma3, between all pictures",
     "Llava": "is trained for some steps in ``tests/multimodal/test_training.py``",
     "SmolVLM": "computes what Idefics3 does",
     "Qwen2VL": "has the positions of Qwen2.5-Omni, and fewer kinds of layers than Qwen3-VL",
@@ -43,6 +45,8 @@ def test_a_step_is_that_of_the_whole_batch(
     layers = {"_VISION": "num_hidden_layers", "_SOUNDS": "encoder_layers"}
     if name != "Gemma3":
         layers |= dict.fromkeys(("_TEXT", "_POSITIONS"), "num_hidden_layers")
+    if name == "Qwen3VL":
+        layers["_PATCHES"] = "depth"
     for options, key in layers.items():
         monkeypatch.setattr(multimodal, options, {**getattr(multimodal, options), key: 1})
     found = examined(name)

@@ -122,7 +122,7 @@ def test_it_goes_on_from_a_file_and_shows(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["basis-rotation", "2bw-ef, Muon", "a third of the updates"])
 def test_methods_run(name):
-    """A few updates on both tasks."""
+    """Three updates on both tasks."""
     for trial in ("charlm", "rows"):
-        short = replace(TRIALS[trial], updates=6)
+        short = replace(TRIALS[trial], updates=3)
         assert len(depths.run(short, METHODS[name], 16, SEEDS)) == 2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.trainings import curves
+import anabranch
+from benchmarks.trainings import curves, tasks
 from benchmarks.trainings.__main__ import show, trained
 from benchmarks.trainings.tasks import TASKS
 from tests.benchmarks.datasets.fakes import fake_data
@@ -18,6 +20,9 @@ from tests.benchmarks.datasets.fakes import fake_data
 def test_a_training(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step as a pipeline and in one process, which begin with the same loss."""
     fake_data(monkeypatch)
+    narrow = {"hidden": 8, "heads": 1, "feedforward": 8, "buckets": 64}
+    monkeypatch.setitem(tasks.PRESETS, "small", replace(tasks.PRESETS["small"], **narrow))
+    monkeypatch.setattr(anabranch, "measure", partial(anabranch.measure, repeats=1))
     monkeypatch.chdir(tmp_path)
     task = replace(TASKS[name], batch_size=8, microbatch_size=4, steps=1, every=1)
     row = trained(task)

@@ -190,6 +190,7 @@ def test_a_kept_capture_is_said(run, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "--preset",
         "small",
         "-olayers=1",
+        "-obranches=2",
         "--device",
         "v100",
         "--json",

@@ -68,7 +68,9 @@ def _recorded(work: Work) -> list[Event]:
 def record() -> Mapping[str, Programs]:
     """Return the programs of all ranks, by case and part of it."""
     two = with_programs(built("TwoBranch"), 2, 8, evaluation=True)
+    with_programs(two, 1, 3, 5, 6)
     tied = with_programs(built("Tied"), 2, 8, evaluation=True)
+    with_programs(tied, 1, 6)
     small = partial(plan, batch_size=8, microbatch_size=2)
     folder = tempfile.mkdtemp()
 

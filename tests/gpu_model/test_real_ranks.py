@@ -118,7 +118,8 @@ def asynchronous(model: Built, chosen: Plan, **options: Any) -> tuple[Callable[[
 def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
     """Whoever begins: losses and parameters of all ranks."""
     two, tied = (
-        with_programs(built(name), 1, 2, 4, 7, 8, evaluation=True) for name in ("TwoBranch", "Tied")
+        with_programs(built(name), 1, 2, 3, 4, 6, 7, 8, evaluation=True)
+        for name in ("TwoBranch", "Tied")
     )
     replicated = plan(tied, 2, batch_size=8, microbatch_size=2, replicas=[2, 1])
     make, ranks = {

@@ -23,7 +23,7 @@ from tests.graph.nets import fan
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in ("GPT2", "EmbeddingBags", "mmt")),
+        *((name, torch.float32) for name in ("GPT2", "EmbeddingBags")),
         ("two-branch", torch.float64),
     ],
     ids=str,

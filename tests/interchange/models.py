@@ -75,7 +75,7 @@ def llama() -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
         tie_word_embeddings=False,

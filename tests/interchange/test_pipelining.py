@@ -14,7 +14,7 @@ from anabranch.interchange.pipelining import TorchPipeline
 from anabranch.interchange.stages import plain_stages
 from anabranch.plans.plan import Plan
 from tests.interchange.models import MODELS, batch, chain
-from tests.runtime.small import Built, num_ranks, on_devices, plan
+from tests.runtime.small import Built, num_ranks, on_devices, plan, with_programs
 from tests.runtime.training import sgd, train
 
 pytestmark = pytest.mark.dist
@@ -27,10 +27,16 @@ def _schedules_of_pytorch() -> None:
     import torch.distributed.pipelining.schedules  # noqa: F401
 
 
+def made_once(model: Built, chosen: Plan) -> None:
+    """Make here, rather than in every rank, stages and the program of a whole batch."""
+    plain_stages(chain_of(chosen, model.captured.graph), model.captured)
+    with_programs(model, 16)
+
+
 def under_pytorch(name: str, model: Built, chosen: Plan) -> list[float]:
     """Losses of some steps of SGD in which PyTorch runs the plan."""
 
-    plain_stages(chain_of(chosen, model.captured.graph), model.captured)  # once for all ranks
+    made_once(model, chosen)
 
     def rank() -> list[float]:
         pipeline = TorchPipeline(chosen, model.captured)
@@ -93,7 +99,7 @@ def test_replicas_are_pipelines_side_by_side():
     """Each has its slice of every micro-batch; DDP averages, and the loss is the mean of both."""
     model = chain("blocks")
     chosen = plan(model, 2, replicas=[2, 2])
-    plain_stages(chain_of(chosen, model.captured.graph), model.captured)  # once for all ranks
+    made_once(model, chosen)
 
     def rank() -> list[float]:
         replica, row = dist.get_rank() % 2, dist.get_rank() // 2

@@ -18,15 +18,19 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import rule_named
 from anabranch.verification import even_plan
 from anabranch.workload import Workload
+from benchmarks.architectures import multimodal
 from benchmarks.architectures.multimodal import ragged, small
 
 IMAGES = [(2, 1, 0, 1), (1, 0, 1, 1), (2, 2, 2, 0)]
 
 
-def test_steps_are_those_of_a_plain_loop_with_other_images_in_each() -> None:
+def test_steps_are_those_of_a_plain_loop_with_other_images_in_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of the model's own forward on its own batches; two buckets, and micro-batches of two samples
-    that share their slots.
+    that share their slots. One layer reads texts.
     """
+    monkeypatch.setattr(multimodal, "_TEXT", {**multimodal._TEXT, "num_hidden_layers": 1})
     torch.manual_seed(0)
     module = small("Llava")
     owns = [ragged("Llava", images, seed=i) for i, images in enumerate(IMAGES)]

@@ -197,10 +197,10 @@ def test_what_is_not_taken_over_is_refused():
 
 
 class Ragged(Sentences):
-    """Sentences of 3 to 8 tokens, some of 20, as lists, with a column that no model takes."""
+    """Sentences of 6 to 8 tokens, some of 20, as lists, with a column that no model takes."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = self.tokens[index].repeat(3)[: 3 + index % 6 if index % 13 else 20].tolist()
+        tokens = self.tokens[index].repeat(3)[: 6 + index % 3 if index % 13 else 20].tolist()
         return {"input_ids": tokens, "labels": tokens, "text": "left out"}
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from benchmarks.datasets import drugs, flights
 
 GENES = 12
@@ -66,7 +68,14 @@ def fake_responses(genes: int = GENES, bits: int = 64) -> drugs.Responses:
     return drugs.encode(pairs, table, table, formulas, genes=genes, bits=bits)
 
 
+def fake_drawing(_: object) -> tuple[list[str], np.ndarray]:
+    """Forty grey glyphs and their names."""
+    names = [f"LATIN LETTER {number}" for number in range(40)]
+    return names, np.stack([np.full((32, 32), 6 * i + 1, np.uint8) for i in range(40)])
+
+
 def fake_data(monkeypatch) -> None:
     """The trainings use these instead of what they would download."""
     monkeypatch.setattr("benchmarks.datasets.flights.load_flights", fake_flights)
     monkeypatch.setattr("benchmarks.datasets.drugs.load_responses", fake_responses)
+    monkeypatch.setattr("anabranch.data.glyphs.draw", fake_drawing)

@@ -86,7 +86,10 @@ def test_none_leaves_the_model_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["mmt", "--preset", "small", "-olayers=1", "--rewrite", "join-split"], "changes nothing"),
+        (
+            ["transformer", "--preset", "small", "-olayers=1", "--rewrite", "join-split"],
+            "changes nothing",
+        ),
         ([*DLRM, "--rewrite", "join-split@top.weight"], "in DLRM at top.weight"),
         (["mmt", "--rewrite", "split"], "none of join-split"),
         (["mmt", "--rewrite", "table-split=1"], "at least 2 parts"),

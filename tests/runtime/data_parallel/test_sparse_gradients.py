@@ -5,7 +5,7 @@ sparse gradients.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from anabranch.runtime.optimizer_facts import require_recipe_updates
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
-from tests.runtime.small import Batch, Built, num_ranks, plan, train_alone
+from tests.runtime.small import Batch, Built, load_compiler, num_ranks, plan, train_alone
 
 pytestmark = [
     pytest.mark.dist,
@@ -109,13 +109,15 @@ def made(kind: type[nn.Module]) -> Built:
 
 @pytest.mark.filterwarnings("ignore:Two is not of torch.optim")
 def test_compiled_stages_sum_whole_gradients_and_give_rows_to_who_takes_these_alone() -> None:
-    """SparseAdam refuses others."""
-    model = made(Tables)
+    """SparseAdam refuses others. Batches of one size are compiled once."""
+    load_compiler()
+    model, batches = made(Tables), BATCHES[::3]
     two = replace(model.workload, optimizer=Two)
     options = {"compute": ComputeOptions(compile="aot_eager")}
-    found = on_ranks(model, plan(model, 1, replicas=[2]), two, trained, **options)
+    work = partial(trained, batches=batches)
+    found = on_ranks(model, plan(model, 1, replicas=[2]), two, work, **options)
     assert [tables for _, _, tables in found] == [[], []]
-    assert_as_alone(model, two, found)
+    assert_as_alone(model, two, found, batches)
 
 
 def test_without_a_flush_an_optimizer_of_rows_gets_them_from_replicas() -> None:
@@ -157,14 +159,18 @@ def row_tables(pipeline: Pipeline) -> list[str]:
     return sorted(name for b in tables for name, _ in b.named)
 
 
-def trained(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    losses = [pipeline.step(each) for each in BATCHES]
+def trained(
+    pipeline: Pipeline, batches: Sequence[Batch] = BATCHES
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    losses = [pipeline.step(each) for each in batches]
     pipeline.update()
     parameters = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
     return losses, parameters, row_tables(pipeline)
 
 
-def assert_as_alone(model: Built, workload: Workload, found: list[Any]) -> None:
+def assert_as_alone(
+    model: Built, workload: Workload, found: list[Any], batches: Sequence[Batch] = BATCHES
+) -> None:
     """Within float32's rounding: rows are added up in another order. Copies are equal bitwise."""
     module = made(type(model.module)).module
     if workload.clip_norm is not None:  # torch clips no sparse gradients; here they are the same
@@ -172,7 +178,7 @@ def assert_as_alone(model: Built, workload: Workload, found: list[Any]) -> None:
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
     alone = replace(workload, module=module)
-    losses, parameters = train_alone(alone, BATCHES, 4)
+    losses, parameters = train_alone(alone, batches, 4)
     for rank, (mine, tensors, _) in enumerate(found):
         assert mine == pytest.approx(losses, rel=1e-5), rank
         for name, tensor in tensors.items():
