@@ -13,6 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.planner.auto.draft import draft_of
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.settings import SETTINGS
+from anabranch.planner.auto.space import Space
 from anabranch.planner.auto.stage_clock import step_s
 from anabranch.profile.profile import UpdateCost
 from tests.calibration.examples import calibration
@@ -50,6 +51,24 @@ def test_it_is_about_what_the_simulator_says(plain, node):
     assert max(abs(ours / theirs - 1) for ours, theirs in single) < 0.02
     ours, theirs = (np.argsort(np.argsort(column)).tolist() for column in zip(*found, strict=True))
     assert correlation(ours, theirs) > 0.9
+
+
+@pytest.mark.parametrize("node", [None, 2, 4], ids=["one node", "nodes of 2", "nodes of 4"])
+def test_drafts_with_one_key_take_equally_long(node):
+    """Which devices of a node a stage has does not matter, to the last bit; on which node does."""
+    cost = cost_model(TOWERS, 8, node=node, memory=2**40, bandwidth=5e9, latency_s=1e-5)
+    evaluate, where, others = Evaluator(cost, 64), Space(cost, 64, (8,)), 0
+    for seed in range(60):
+        drawn, rng = random_draft(cost, 64, seed), np.random.default_rng(seed)
+        nodes = drawn.owner.reshape(-1, node or 8)
+        inside = drawn._replace(owner=rng.permuted(nodes, axis=1).ravel())
+        assert where.key(inside) == where.key(drawn)
+        assert evaluate(inside) == evaluate(drawn)
+        anywhere = drawn._replace(owner=rng.permutation(drawn.owner))
+        if evaluate(anywhere) != evaluate(drawn):
+            others += 1
+            assert where.key(anywhere) != where.key(drawn)
+    assert (others > 10) == (node is not None)
 
 
 def test_machine_code_does_the_same_as_python(monkeypatch):

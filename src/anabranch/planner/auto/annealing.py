@@ -86,7 +86,7 @@ class Annealing:
             _, draft = draw(here.draft, space, rng)
             # So slow may it be to be taken; drawn first, as most evaluations end early.
             limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
-            key = hash((*(table.tobytes() for table in draft[:3]), *draft[3:]))
+            key = space.key(draft)
             seconds, asked = known.get(key, (math.inf, 0.0))
             again = again + 1 if asked else 0
             if again > 2 * len(MOVES):

@@ -8,7 +8,7 @@ evaluator says that of those that cannot. Whoever has a better move adds a funct
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -16,7 +16,7 @@ from random import Random
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.space import Space
@@ -24,9 +24,6 @@ from anabranch.planner.auto.space import Space
 Move = Callable[[Draft, Space, Random], Draft | None]
 Indices = NDArray[np.intp]
 Item = TypeVar("Item")
-
-_ALL = slice(None)
-"""All stages."""
 
 
 # Operators and borders
@@ -56,9 +53,8 @@ def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
     edge = _crossing(draft, space, rng)
     if edge is None:
         return None
-    a, b = edge
     forward = rng.random() < 0.5
-    here, there = draft.home[[a, b] if forward else [b, a]]
+    here, there = map(draft.home.item, edge if forward else edge[::-1])
     members = _where(draft.home == here)
     near = int(len(members) * rng.random() ** 2)  # mostly close to the border
     if forward:
@@ -104,14 +100,15 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if count == 1:
         return None
     edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
-    s, t = draft.home[list(edge)].tolist() if edge else _two(count, rng)
+    s, t = map(draft.home.item, edge) if edge else _two(count, rng)
     rest = [*range(count)]
     rest[t] = rest[-1]  # the last stage takes the number that is free
     number = np.arange(count, dtype=np.int32)
     number[-1], number[t] = t, s if s < count - 1 else t
-    home, owner, setups = number[draft.home], number[draft.owner], draft.setups[rest[:-1]]
+    home, owner = number.take(draft.home), number.take(draft.owner)
+    setups = draft.setups.take(rest[:-1])
     merged = draft._replace(home=home, owner=owner, setups=setups)
-    return _keep_slices(merged, (number[t],), np.sum(draft.owner == s), space, rng)
+    return _keep_slices(merged, (number[t],), len(_where(draft.owner == s)), space, rng)
 
 
 def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -127,17 +124,18 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if len(members) < 2 or len(devices) < 2:
         return None
     if rng.random() < 0.75:
-        members = members[np.argsort(space.place[members])]
+        members = members[space.place.take(members).argsort()]
     taken = 1 + _below(len(devices) - 1, rng)
-    work = np.cumsum(space.work[members])
+    work = space.work.take(members).cumsum()
     point = (1 - taken / len(devices)) * work[-1]
-    cut = int(np.searchsorted(work, point)) + _below(3, rng)
+    cut = int(work.searchsorted(point)) + _below(3, rng)
     cut = min(max(cut, 1), len(members) - 1)
     new = draft.num_stages
     home, owner = draft.home.copy(), draft.owner.copy()
     home[members[cut:]] = new
     owner[devices[-taken:]] = new
-    parted = draft._replace(home=home, owner=owner, setups=draft.setups[[*range(new), s]])
+    setups = draft.setups.take([*range(new), s])
+    parted = draft._replace(home=home, owner=owner, setups=setups)
     return _keep_slices(parted, (s, new), len(devices), space, rng)
 
 
@@ -179,7 +177,7 @@ def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
     s, t = _two(count, rng)
     swapped = np.arange(count, dtype=draft.owner.dtype)
     swapped[s], swapped[t] = t, s
-    return draft._replace(owner=swapped[draft.owner])
+    return draft._replace(owner=swapped.take(draft.owner))
 
 
 def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -222,31 +220,41 @@ def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Dra
     """Micro-batches of all stages, or of one, twice or half as large."""
     if one and not space.flush:
         return None
-    some = _below(draft.num_stages, rng) if one else _ALL
-    sizes = np.array(space.sizes)
-    places = np.searchsorted(sizes, draft.setups["microbatch"][some])
-    places += 1 if rng.random() < 0.5 else -1
-    if places.min() < 0 or places.max() >= len(sizes):
-        return None
-    return _set_up(draft, some, "microbatch", sizes[places])
+    stages = [_below(draft.num_stages, rng)] if one else range(draft.num_stages)
+    step = 1 if rng.random() < 0.5 else -1
+    sizes = draft.setups["microbatch"].tolist()
+    for s in stages:
+        place = bisect_left(space.sizes, sizes[s]) + step
+        if not 0 <= place < len(space.sizes):
+            return None
+        sizes[s] = space.sizes[place]
+    return _set_up(draft, "microbatch", sizes)
 
 
 def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Forwards and backwards of a stage, or of all, alternate in groups twice or half as large."""
     if not space.flush:
         return None
-    k, some = draft.setups["k"].copy(), _stage_or_all(draft, rng)
-    k[some] = k[some] * 2 if rng.random() < 0.5 else np.maximum(k[some] // 2, 1)
-    k = np.minimum(k, -(-space.batch_size // draft.setups["microbatch"]))
-    return _set_up(draft, _ALL, "k", k)
+    count, groups = draft.num_stages, draft.setups["k"].tolist()
+    stages = range(count) if rng.random() < 0.5 else [_below(count, rng)]
+    larger = rng.random() < 0.5
+    for s in stages:
+        groups[s] = groups[s] * 2 if larger else max(groups[s] // 2, 1)
+    sizes = draft.setups["microbatch"].tolist()
+    most = (-(-space.batch_size // size) for size in sizes)
+    return _set_up(draft, "k", [*map(min, groups, most)])
 
 
 def recompute(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Draft | None:
     """One stage, or all, begin to recompute, or end to where any of them does."""
     if not space.recompute:
         return None
-    some = _below(draft.num_stages, rng) if one else _ALL
-    return _set_up(draft, some, "recompute", not draft.setups["recompute"][some].any())
+    stages = [_below(draft.num_stages, rng)] if one else range(draft.num_stages)
+    recomputing = draft.setups["recompute"].tolist()
+    begin = not any(recomputing[s] for s in stages)
+    for s in stages:
+        recomputing[s] = int(begin)
+    return _set_up(draft, "recompute", recomputing)
 
 
 def warm_up(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -340,11 +348,11 @@ def _two(count: int, rng: Random) -> tuple[int, int]:
 def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None:
     """An edge of the model between two stages, if there is one."""
     sources, targets = space.edges
-    crossing = _where(draft.home[sources] != draft.home[targets])
+    crossing = _where(draft.home.take(sources) != draft.home.take(targets))
     if not len(crossing):
         return None
-    edge = crossing[_below(len(crossing), rng)]
-    return int(sources[edge]), int(targets[edge])
+    edge = crossing.item(_below(len(crossing), rng))
+    return sources.item(edge), targets.item(edge)
 
 
 def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
@@ -352,7 +360,7 @@ def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
     home = draft.home.copy()
     here = home[run[0]]
     home[run] = stage
-    return draft._replace(home=home) if (home == here).any() else None
+    return draft._replace(home=home) if np.count_nonzero(home == here) else None
 
 
 def _keep_slices(
@@ -361,19 +369,15 @@ def _keep_slices(
     """Half the time, stages that had so many devices before leave a replica its samples."""
     sizes = draft.setups["microbatch"]
     for stage in stages if space.flush and rng.random() < 0.5 else ():
-        size = int(sizes[stage] * np.sum(draft.owner == stage)) // devices
+        size = int(sizes[stage] * len(_where(draft.owner == stage))) // devices
         sizes[stage] = size if size in space.sizes else sizes[stage]
     return draft
 
 
-def _stage_or_all(draft: Draft, rng: Random) -> int | slice:
-    return _ALL if rng.random() < 0.5 else _below(draft.num_stages, rng)
-
-
-def _set_up(draft: Draft, stages: int | slice, field: str, values: ArrayLike) -> Draft | None:
-    """Stages with other values of a field of ``SETUP``, if they are others."""
-    if (draft.setups[field][stages] == values).all():
+def _set_up(draft: Draft, field: str, values: list[int]) -> Draft | None:
+    """The stages with these values of a field of ``SETUP``, if they are others."""
+    if draft.setups[field].tolist() == values:
         return None
     setups = draft.setups.copy()
-    setups[field][stages] = values
+    setups[field] = values
     return draft._replace(setups=setups)

@@ -51,10 +51,22 @@ class Space:
         passes = sum(-(-self.batch_size // size) for size in sizes)
         return passes // SETTINGS.passes if passes >= SETTINGS.most_passes else 1
 
+    def key(self, draft: Draft) -> int:
+        """Number that is equal for drafts which differ only in which devices of a node are whose:
+        they take equally long.
+        """
+        home, owner, setups, *ways = draft
+        owner = np.sort(owner.reshape(-1, self._node))
+        return hash((home.tobytes(), owner.tobytes(), setups.tobytes(), *ways))
+
     @cached_property
-    def edges(self) -> Ints:
+    def _node(self) -> int:
+        return self.cost.cluster.group_sizes[0]
+
+    @cached_property
+    def edges(self) -> NDArray[np.intp]:
         """Edges of the model: [0] the operators that they leave, [1] those that they enter."""
-        return np.array(self.cost.graph.edges, dtype=np.int32).reshape(-1, 2).T.copy()
+        return np.array(self.cost.graph.edges, dtype=np.intp).reshape(-1, 2).T.copy()
 
     @cached_property
     def reaches(self) -> NDArray[np.bool_]:
