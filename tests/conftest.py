@@ -1,15 +1,18 @@
 """Settings for all tests."""
 
 import atexit
+import fcntl
 import gc
 import os
 import shutil
 import tempfile
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import settings
 
+from anabranch.compiled import Compiled, functions
 from anabranch.planner.auto import settings as search_settings
 
 # No test reads or writes what the user's own commands keep: captures, and what was measured on the
@@ -25,6 +28,21 @@ search_settings.SETTINGS = replace(
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)
+
+# Workers that need the same machine code wait for the one that compiles it.
+_call: Any = Compiled.__call__
+
+
+def _call_in_turn(function: Any, *args: Any, **kwargs: Any) -> Any:
+    is_kept = function._machine_code is not None or function.folder is None
+    if is_kept or functions._begun.get(function) is not None:
+        return _call(function, *args, **kwargs)
+    with open(function.folder.with_suffix(".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return _call(function, *args, **kwargs)
+
+
+Compiled.__call__ = _call_in_turn  # type: ignore[method-assign]
 
 # A deadline measures the machine, which may be busy, not the code. In CI the examples are the same
 # each time, so a failure there is the change's; at home every run looks at new ones, so that few
