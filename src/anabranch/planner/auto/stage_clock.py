@@ -388,13 +388,13 @@ def step_s(
     count_devices(owner, setups, problem.levels, stages, state)
     if not split_samples(problem, stages):
         return np.inf
-    if not sum_operators(home, problem, stages):
-        return np.inf
     join_stages(home, problem, stages, state)
-    if split:
-        split_backwards(home, problem, stages, state)
     if not sort_stages(stages, state):
         return np.inf
+    if not sum_operators(home, problem, stages):
+        return np.inf
+    if split:
+        split_backwards(home, problem, stages, state)
     if chained:
         chain_stages(stages, state)
     order_edges(stages, state)
