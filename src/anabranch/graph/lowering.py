@@ -247,7 +247,7 @@ class _ProgramBuilder:
             and held.meta.get("storage") == changed.meta["storage"]
             and any(user not in self.env and user is not like for user in node.users)
         }
-        others = set(read_later.values()) - {changed}
+        others = dict.fromkeys(held for held in read_later.values() if held is not changed)
         path = views(changed)
         if not others or path[0].op == "placeholder":
             return None
@@ -261,7 +261,7 @@ class _ProgramBuilder:
             value = None if value is None else put_back(view, source, value, make)
         if value is None:
             return None
-        now = {held: viewed(views(held), value, make) for held in {*others, changed}}
+        now = {held: viewed(views(held), value, make) for held in (*others, changed)}
         if any(new.meta["storage"] != value.meta["storage"] for new in now.values()):
             return None
         self.env |= {node: now[held] for node, held in self.env.items() if held in now}

@@ -280,7 +280,8 @@ class _Follower:
 
     def scale(self, node: fx.Node, name: str, *, sizes: bool = True) -> int | None:
         """The power of the number of samples that a product with a number has, None for others."""
-        changed = [(a, b) for a, b in self.numbers(node, sizes=sizes) if a != b]
+        numbers = self.numbers(node, sizes=sizes)
+        changed = [(a, b) for a, b in numbers if a != b and not math.isnan(a)]
         if not changed:
             return 0
         (small, large), *others = changed
