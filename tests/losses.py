@@ -174,6 +174,31 @@ class Saturated(Tokens):
         return (self.scores(x) / len(x)).exp().sum()
 
 
+class Squared(Tokens):
+    """A product with itself of what is divided by the batch size."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        share = self.scores(x) / len(x)
+        return (share * share).sum()
+
+
+class SquaredError(Tokens):
+    """A loss that is not linear in what is divided by the batch size."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        share = self.scores(x) / len(x)
+        return F.mse_loss(share, torch.zeros_like(share), reduction="sum")
+
+
+class FirstSampleWritten(Tokens):
+    """A write to the first sample of the batch."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x) * 1.0
+        scores[0] = 0.0
+        return scores.square().mean()
+
+
 class Towers(nn.Module):
     """Two towers; subclasses compare what they make."""
 
@@ -303,6 +328,9 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "weighed": (Weighed, "mean"),
     "saturated": (Saturated, "coupled"),
     "aligned": (Aligned, "mean"),
+    "squared": (Squared, "mean"),
+    "squared error": (SquaredError, "coupled"),
+    "first sample written": (FirstSampleWritten, "coupled"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),

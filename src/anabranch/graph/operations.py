@@ -79,7 +79,12 @@ ALONG = words(
 FILLED = words("full full_like new_full")
 """Operations that fill a tensor with one number."""
 
-PICKS = words("select slice index gather index_select narrow getitem flip roll dropout diagonal")
+PICKS = words(
+    """
+    select slice index gather index_select narrow getitem flip roll dropout diagonal split
+    split_with_sizes chunk tensor_split unbind
+    """
+)
 """Operations that take entries of their first argument as they are, all by one factor."""
 
 SCATTERS = words("select_scatter slice_scatter diagonal_scatter")

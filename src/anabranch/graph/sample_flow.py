@@ -25,7 +25,6 @@ says so, and ``halves_agree`` compares numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -149,7 +148,7 @@ class _Follower:
         if kinds <= {"constant"}:
             return self.without_samples(node, axis, known)
         if tensor(node) is None:
-            return self.several(node, kinds, known)
+            return self.several(node, inputs, known)
         if axis.dim >= 0 or axis.trouble == RAGGED:
             return self.per_sample(node, axis, inputs, known)
         if self.counts_reordered(node):
@@ -224,13 +223,17 @@ class _Follower:
         self.coupling.append(node)
         return Flow("coupled", 0, known)
 
-    def several(self, node: fx.Node, kinds: Collection[str], known: bool) -> Flow:
+    def several(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow:
         """Several tensors, each of which ``getitem`` takes out."""
-        if base_name(node) in BATCH_NORMS:
+        name = base_name(node)
+        if name in BATCH_NORMS:
             self.normalise(node)
-        if set(kinds) <= {"constant", "statistic"}:
+        if {flow.kind for flow in inputs} <= {"constant", "statistic"}:
             return Flow("statistic", 0, known)
-        return Flow("samples", 0, known)
+        degree = self.degree(node, name, inputs)
+        if degree is None and not known:
+            self.coupling.append(node)
+        return Flow("samples", degree or 0, known)
 
     def normalise(self, node: fx.Node) -> None:
         """Note a normalisation over a micro-batch, or the whole batch, as ``SyncBatchNorm`` is."""
@@ -255,7 +258,9 @@ class _Follower:
         """The power of the number of samples in a value with samples; None where it depends on
         that number otherwise, so that a slice has another value than the batch.
         """
-        degrees = [flow.degree for flow in inputs if flow.kind == "samples"]
+        # One value may be several arguments, as in x * x.
+        read = [self.flows[n] for n in tree_leaves([*node.args]) if isinstance(n, fx.Node)]
+        degrees = [flow.degree for flow in read if flow.kind == "samples"]
         scale = self.scale(node, name, sizes=False)
         if scale is None or not (scale or any(degrees)):
             return scale
@@ -321,7 +326,7 @@ class _Follower:
                 return dim in dims_along(node, rank)
         if dim < 0:
             return False
-        if name in ALONG:
+        if name in ALONG | SCATTERS:
             return dim in dims_along(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
             return dim >= rank - len(arguments(node)["normalized_shape"])
@@ -436,6 +441,7 @@ _TERMS = {
     **dict.fromkeys(("add", "sub", "rsub", *SCATTERS), (0, 2)),
     **dict.fromkeys(("cat", "stack"), (0, 1)),
     "where": (1, 3),
+    "broadcast_tensors": (0, 1),
 }
 """Sums, and what has entries of several values -> the interval of arguments that are these."""
 
