@@ -13,6 +13,7 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
 from anabranch.verification.even import workable
+from anabranch.verification.result import largest_error
 from anabranch.workload import Workload
 from tests.profile.tiny import Normed
 from tests.runtime.small import Built, TwoBranch, batch, built, plan
@@ -292,3 +293,14 @@ def test_a_rounding_step_of_half_precision_is_no_coupled_loss() -> None:
     result = verify(Workload(Coarse(), torch.randn(8, 4)), 2, timeout=60.0)
     assert (result.whole_batch_error or 0.0) > 1e-4
     assert result.is_good, result.why()
+
+
+def test_the_rounding_of_a_gradient_that_is_zero_on_paper_is_no_error() -> None:
+    """Of a bias that adds the same to all scores of a softmax: four steps of the rounding of the
+    largest gradient, as a recommender's had.
+    """
+    reference = {"weight": torch.ones(3), "bias": torch.zeros(3)}
+    rounded = {"weight": torch.ones(3), "bias": torch.full((3,), 5e-7)}
+    error, worst = largest_error(rounded, reference)
+    assert worst == "bias"
+    assert error < 1e-4 < largest_error({**rounded, "bias": torch.full((3,), 5e-6)}, reference)[0]
