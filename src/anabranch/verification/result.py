@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.errors import TrainingError
+from anabranch.errors import TrainingError, some
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.loss_kinds import SENTENCES, LossKind
@@ -43,6 +43,7 @@ class VerifyResult:
         notes: what else was found, one sentence each.
         tolerance: largest difference that is rounding in the types that gradients go through.
         stateful: buffers and frozen parameters that the forward changes.
+        foreign: operators of other libraries than torch that the model calls.
     """
 
     loss: float
@@ -60,6 +61,7 @@ class VerifyResult:
     notes: tuple[str, ...] = ()
     tolerance: float = ROUNDING
     stateful: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
     @property
     def by_sample(self) -> bool:
@@ -76,13 +78,15 @@ class VerifyResult:
         """Explain a comparison that is not good."""
         if self.is_random:
             return "nothing is verified: the model draws random numbers; try --dropout sample"
+        foreign = some(self.foreign)
         if self.max_gradient_error < self.tolerance:
             return (
                 "micro-batches change what is trained: the pipeline has the gradients of its "
                 f"micro-batches, which differ from those of the whole batch by "
                 f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
                 f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
-                "(--microbatch-size), and see which operation computes across samples"
+                "and no replicas (--microbatch-size, --max-replicas 1), or compute per sample what "
+                f"computes across samples: {foreign or 'an index along them'}"
             )
         if self.stateful:
             return (
@@ -90,7 +94,24 @@ class VerifyResult:
                 f"{', '.join(self.stateful[:3])}, each replica its own copy; plan without replicas "
                 "(--max-replicas 1), or change it between the steps"
             )
-        return "the gradients differ by more than rounding"
+        distance = abs(self.loss - self.reference_loss)
+        if distance < self.tolerance * max(abs(self.reference_loss), 1e-3):
+            what = "the gradients differ by more than rounding, and the loss does not"
+            causes = "a backward that computes across samples, or is another at every call"
+        else:
+            what = "loss and gradients differ by more than rounding"
+            causes = (
+                "a number that the forward reads in Python, in no attribute of the module; "
+                "something that magnifies rounding, as a choice between equal values does"
+            )
+        causes += f"; {foreign}, of which the graph shows little" if foreign else ""
+        alone = "with --devices 1 in place of several the model runs as captured, without messages"
+        if not self.exact:
+            alone = "without --plan there are no replicas, and micro-batches of one size"
+        return (
+            f"{what}, most the gradient of {self.worst}; likely causes: {causes}. To find it: "
+            f"{alone}; --json has the figures"
+        )
 
     def summary(self) -> str:
         """The comparison in one line, then what else was found, a line each."""

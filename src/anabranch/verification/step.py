@@ -222,6 +222,7 @@ def verify(
         notes=notes,
         tolerance=tolerance_of(captured),
         stateful=captured.graph.stateful,
+        foreign=captured.foreign,
     )
 
 

@@ -218,7 +218,7 @@ def _sliced(
 ) -> TrainingError:
     """Micro-batches make another loss, and the graph does not tell why."""
     size = cuts[-1][1]
-    suspects = " or ".join(captured.assumed) or "an index along them"
+    suspects = " or ".join(captured.foreign) or "an index along them"
     return TrainingError(
         f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
         f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
