@@ -100,7 +100,7 @@ def test_replicas_share_the_state_of_the_optimizer_where_nothing_fits_without(pr
     propose(StageGraph((Stage(("op0", "op1"), (0, 1), 2),), (), 4))
     shared = found(cost, 4)
     assert shared.shard_optimizer
-    assert "replicas share the optimizer's state" in shared.summary()
+    assert "the optimizer's state is sharded" in shared.summary()
     assert max(shared.predicted.device_peak_bytes) == 7 * GB
     assert simulate(shared, cost.profile, machines).step_s == shared.predicted.step_s
     with pytest.raises(InfeasiblePlanError, match="none of the"):
@@ -388,17 +388,16 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
         (
             "improved by 1064 changes to stages or devices; started from the plan of the "
             "graphpipe planner, then by 1 more, then by merge and move",
-            "improved by 1067 changes to stages or devices; started from the plan of the "
-            "graphpipe planner",
+            "found from the plan of the graphpipe planner by 1067 changes to stages or devices",
         ),
         (
             "started from the plan of hand, then by 1 more",
-            "improved by 1 change to stages or devices; started from the plan of hand",
+            "found from the plan of hand by 1 change to stages or devices",
         ),
         (
             "a row of stages that passes the devices again and again, then by merge",
-            "improved by 1 change to stages or devices; started from a row of stages that passes "
-            "the devices again and again",
+            "found from a row of stages that passes the devices again and again by 1 change to "
+            "stages or devices",
         ),
     ],
 )

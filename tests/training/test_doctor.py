@@ -92,6 +92,7 @@ def test_a_plan_and_the_memory_of_its_devices() -> None:
     text = report(found)
     assert f"torch {torch.__version__}" in text
     assert "the first plan to try, for summit:1x2" in text
+    assert found.plan.glossary in text
 
 
 def test_a_chain_has_nothing_to_gain() -> None:

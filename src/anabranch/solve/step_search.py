@@ -37,8 +37,8 @@ def origin_text(origin: str) -> str:
     count = sum(int(n[1]) if n else 1 + text.count(" and ") for text, n in numbers)
     if not count:
         return origin
-    start = start if start.startswith("started from ") else f"started from {start}"
-    return f"improved by {count} change{'s' if count > 1 else ''} to stages or devices; {start}"
+    start = start.removeprefix("started from ")
+    return f"found from {start} by {count} change{'s' if count > 1 else ''} to stages or devices"
 
 
 @dataclass(frozen=True)

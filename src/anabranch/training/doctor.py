@@ -251,7 +251,9 @@ def report(examination: Examination) -> str:
         lines += ["", f"{count}; {says}"]
     if plan is not None:
         yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
-        lines += ["", f"the first plan to try, for {plan.cluster} ({yours}):", plan.summary()]
+        where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
+        lines += ["", f"the first plan to try, {where} ({yours}):", plan.summary()]
+        lines += [plan.glossary] if plan.glossary else []
         if plan.machines is not None and plan.machines.device == "cpu":
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "

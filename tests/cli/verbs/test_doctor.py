@@ -22,7 +22,7 @@ def test_the_cluster_that_nobody_named_is_an_example(run):
     """Beside it stands how to name one's own."""
     code, out, _ = run("doctor", TOWERS, "--batch-size", "8")
     assert code == 0
-    assert "to try, for summit:1x4 (--cluster names your devices, such as local:2 for " in out
+    assert "for summit:1x4 with times from the data sheet of v100 (--cluster names your dev" in out
 
 
 def test_the_first_plan_is_for_batches_of_the_data(document):

@@ -20,7 +20,8 @@ def doctor(
     cluster: Annotated[
         str,
         typer.Option(
-            help="The first plan is for: a preset, local:2 for two ranks here, or a file."
+            help="The first plan is for: a preset, local:2 for two ranks here, or a file. The "
+            "default is an example, whose times a data sheet has."
         ),
     ] = "summit:1x4",
     batch_size: Annotated[
