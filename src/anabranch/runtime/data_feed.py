@@ -161,6 +161,23 @@ class DataFeed:
             yield batch
 
 
+def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> str:
+    """Return why training would refuse the first batches of the data; empty if it would not. What
+    can be read only once, or has buckets, each of which would be captured, is left alone.
+    """
+    data, looked_at = workload.data, 2
+    source = data.source if isinstance(data, Loader) else data
+    if source is None or isinstance(source, Iterator) or workload.buckets:
+        return ""
+    feed = DataFeed(workload, batch_size)
+    try:
+        for _, batch in zip(range(looked_at), feed.batches(1), strict=False):
+            leaves_of(captured, batch, torch.device("cpu"), feed.where)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
 def leaves_of(
     captured: Captured,
     batch: Batch,
@@ -228,7 +245,8 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         f"{which} differs from the workload's example, for which the model was captured, in more "
         f"than the number of samples: {'; '.join(differences)}. Give Workload an example that the "
         "loader has yielded, and let the loader yield all batches alike: pad what varies to one "
-        "size, or to one of some that Workload has as buckets; convert what is of another type"
+        "size, or to one of some that Workload has as buckets (anabranch.pad_to_bucket, see "
+        "docs/workloads.md); convert what is of another type"
     )
 
 
