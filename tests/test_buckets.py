@@ -176,7 +176,7 @@ def test_what_fits_no_bucket_is_refused() -> None:
     with pytest.raises(DataError, match=text):
         pipeline.step(short)
     narrow = batch(4, 5) | {"tokens": batch(4, 5)["tokens"].int()}
-    with pytest.raises(DataError, match=r"tokens is \[samples, 5\] int32, not .* Pad .* convert"):
+    with pytest.raises(DataError, match=r"tokens is \[samples, 5\] int32, not .* pad .* convert"):
         pipeline.step(narrow)
     turned = Workload(model.module, batch(4, 5), buckets=[batch(4, 10)])
     with pytest.raises(DataError, match="make the largest of them the example"):

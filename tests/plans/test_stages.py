@@ -150,7 +150,7 @@ def test_a_summary_says_that_the_optimizer_is_sharded_where_it_is():
             graph, "1f1b", "p", "m", "c", "", 0.0, 0.0, None, shard_optimizer=True
         ).summary()
 
-    said = "the optimizer's state is sharded"
+    said = "a shard of the optimizer's state"
     assert said in summary(Stage(("a",), (0, 1), 4), Stage(("b",), (2,), 4))
     assert said not in summary(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
 

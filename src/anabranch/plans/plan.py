@@ -307,15 +307,12 @@ class Plan:
             f"batch {graph.batch_size}",
             *_stage_lines(graph),
             self.costs,
-            *([_SHARDED] if is_shared else []),
+            *(["replicas each keep a shard of the optimizer's state"] if is_shared else []),
             *([_turns_text(graph)] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         return "\n".join(lines)
-
-
-_SHARDED = "the optimizer's state is sharded: each replica of a stage keeps and updates its part"
 
 
 def _order_text(schedule: str) -> str:

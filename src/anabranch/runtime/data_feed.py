@@ -233,20 +233,13 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         has.append(f"{name} {(here := type_text(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
             differences.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
-    if len(buckets) > 1:
-        differences = differences or [f"no bucket has {', '.join(has)} together"]
-        return (
-            f"{which} has sizes and types of none of the workload's buckets: "
-            f"{'; '.join(differences)}. Pad it to the next of them (anabranch.pad_to_bucket), cut "
-            "what is longer than all, convert what is of another type where the data is loaded, or "
-            "give Workload a longer example and keep this one as a bucket"
-        )
+    differences = differences or [f"no bucket has {', '.join(has)} together"]
     return (
-        f"{which} differs from the workload's example, for which the model was captured, in more "
+        f"{which} differs from the workload's example{' and buckets' * (len(buckets) > 1)} in more "
         f"than the number of samples: {'; '.join(differences)}. Give Workload an example that the "
         "loader has yielded, and let the loader yield all batches alike: pad what varies to one "
-        "size, or to one of some that Workload has as buckets (anabranch.pad_to_bucket, see "
-        "docs/workloads.md); convert what is of another type"
+        "size, or to the next of some that Workload has as buckets (anabranch.pad_to_bucket, see "
+        "docs/workloads.md), cut what is longer than all; convert what is of another type"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,20 +24,6 @@ from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import checked_run, figures_of
 
 BUDGET = SearchBudget()
-
-
-def origin_text(origin: str) -> str:
-    """Return how a plan was found, with one count of all changes, from ``Search.origin``."""
-    first, *later = origin.split(", then by ")
-    changes, _, start = first.rpartition("; ")
-    # The first search counts its changes, as does each one after it; a neighbour names its own.
-    counted = re.compile(r"(?:improved by )?(\d+) (?:changes? to|more)")
-    numbers = [(text, counted.match(text)) for text in (changes, *later) if text]
-    count = sum(int(n[1]) if n else 1 + text.count(" and ") for text, n in numbers)
-    if not count:
-        return origin
-    start = start.removeprefix("started from ")
-    return f"found from {start} by {count} change{'s' if count > 1 else ''} to stages or devices"
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class StepSearch:
             phases.run("improve_s", lambda: contest.loop(looped))
         best, cost = contest.winner(self.name), contest.cost
         if isinstance(search, Search) and (origin := search.origin(best.proposal)):
-            notes.append(origin_text(origin))
+            notes.append(origin)
         notes += phases.notes(count)
 
         def made() -> Plan:

@@ -95,22 +95,21 @@ class VerifyResult:
                 "(--max-replicas 1), or change it between the steps"
             )
         distance = abs(self.loss - self.reference_loss)
+        what = "loss and gradients differ"
+        causes = (
+            "a number that the forward reads in Python, in no attribute of the module; something "
+            "that magnifies rounding, as a choice between equal values does"
+        )
         if distance < self.tolerance * max(abs(self.reference_loss), 1e-3):
-            what = "the gradients differ by more than rounding, and the loss does not"
+            what = "the loss is right, and gradients differ"
             causes = "a backward that computes across samples, or is another at every call"
-        else:
-            what = "loss and gradients differ by more than rounding"
-            causes = (
-                "a number that the forward reads in Python, in no attribute of the module; "
-                "something that magnifies rounding, as a choice between equal values does"
-            )
         causes += f"; {foreign}, of which the graph shows little" if foreign else ""
-        alone = "with --devices 1 in place of several the model runs as captured, without messages"
+        alone = "with --devices 1 the model runs as captured, without messages"
         if not self.exact:
             alone = "without --plan there are no replicas, and micro-batches of one size"
         return (
-            f"{what}, most the gradient of {self.worst}; likely causes: {causes}. To find it: "
-            f"{alone}; --json has the figures"
+            f"{what} by more than rounding, most the gradient of {self.worst}; likely causes: "
+            f"{causes}. To find it: {alone}; --json has the figures"
         )
 
     def summary(self) -> str:
