@@ -162,16 +162,15 @@ class DataFeed:
 
 
 def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> str:
-    """Return why training would refuse the first batches of the data; empty if it would not. What
+    """Return why training would refuse one of the first two batches; empty if it would not. What
     can be read only once, or has buckets, each of which would be captured, is left alone.
     """
-    data, looked_at = workload.data, 2
-    source = data.source if isinstance(data, Loader) else data
+    source = getattr(workload.data, "source", workload.data)
     if source is None or isinstance(source, Iterator) or workload.buckets:
         return ""
     feed = DataFeed(workload, batch_size)
     try:
-        for _, batch in zip(range(looked_at), feed.batches(1), strict=False):
+        for _, batch in zip(range(2), feed.batches(1), strict=False):
             leaves_of(captured, batch, torch.device("cpu"), feed.where)
     except DataError as error:
         return str(error)

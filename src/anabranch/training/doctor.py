@@ -256,7 +256,7 @@ def report(examination: Examination) -> str:
         yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
         where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
         lines += ["", f"the first plan to try, {where} ({yours}):", plan.summary()]
-        lines += [plan.glossary] if plan.glossary else []
+        lines += filter(None, [plan.glossary])
         if plan.machines is not None and plan.machines.device == "cpu":
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "

@@ -118,10 +118,7 @@ class VerifyResult:
         if not self.max_gradient_error and not self.bitwise:
             how = "gradients are equal, the loss alone differs"
         if self.is_random:
-            how += (
-                "; the model draws random numbers, and other ones in one process, so this says "
-                'nothing: compare with dropout="sample" (--dropout sample), or switch them off'
-            )
+            how += '; random numbers differ: compare with dropout="sample" (--dropout sample)'
         if self.against != SLICES:
             how += f"; one process ran {self.against}"
         verdict = "right" if self.is_good else "not verified" if self.is_random else "not right"
