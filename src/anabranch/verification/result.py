@@ -78,7 +78,6 @@ class VerifyResult:
         """Explain a comparison that is not good."""
         if self.is_random:
             return "nothing is verified: the model draws random numbers; try --dropout sample"
-        foreign = some(self.foreign)
         if self.max_gradient_error < self.tolerance:
             return (
                 "micro-batches change what is trained: the pipeline has the gradients of its "
@@ -86,7 +85,7 @@ class VerifyResult:
                 f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
                 f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
                 "and no replicas (--microbatch-size, --max-replicas 1), or compute per sample what "
-                f"computes across samples: {foreign or 'an index along them'}"
+                f"computes across samples: {some(self.foreign) or 'an index along them'}"
             )
         if self.stateful:
             return (
@@ -103,7 +102,7 @@ class VerifyResult:
         if distance < self.tolerance * max(abs(self.reference_loss), 1e-3):
             what = "the loss is right, and gradients differ"
             causes = "a backward that computes across samples, or is another at every call"
-        causes += f"; {foreign}, of which the graph shows little" if foreign else ""
+        causes += f"; {some(self.foreign)}, an unknown operator" if self.foreign else ""
         alone = "with --devices 1 the model runs as captured, without messages"
         if not self.exact:
             alone = "without --plan there are no replicas, and micro-batches of one size"
