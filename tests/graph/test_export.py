@@ -222,6 +222,18 @@ def test_data_dependent_branch_names_line_cause_and_remedy(
     assert capfd.readouterr() == ("", "")
 
 
+def test_layers_that_are_left_out_at_random_are_told_with_their_option() -> None:
+    """Which the line that chooses may not name."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return net.first(h) if torch.rand([]) < net.config.layerdrop else h
+
+    module = Net(body)
+    module.config = SimpleNamespace(layerdrop=0.1)
+    with pytest.raises(CaptureError, match="layerdrop leaves out layers at random: set it to 0"):
+        capture(module, batch())
+
+
 def test_failing_forward_names_line_and_reason() -> None:
     """A plain bug in the model is reported as such."""
     with pytest.raises(CaptureError, match=r"test_export.py:\d+ .*raised RuntimeError: .*shape"):

@@ -29,7 +29,8 @@ from anabranch.graph.flat_program import (
     PlaceholderSource,
     frame,
     insert,
-    is_renorm,
+    is_bounding,
+    written,
 )
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
@@ -192,7 +193,11 @@ class Exporter:
             )
         self._require_denominator(program)
         for node, source in program.writes_to(PARAMETER):
-            if self._tensors[source].requires_grad and not is_renorm(node):
+            if is_bounding(node):
+                for view in written(node):
+                    if view.target is _aten.detach.default:
+                        view.target = _aten.data.default  # no write that a backward would refuse
+            elif self._tensors[source].requires_grad:
                 raise CaptureError(
                     f"{type(self.module).__name__} changes {source.name}, a parameter that is "
                     f"trained, in place ({node.target}, {place_of(self.module, node)}); forwards "
