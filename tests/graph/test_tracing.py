@@ -151,6 +151,29 @@ def test_masks_that_no_value_of_the_batch_is_in_are_those_of_a_plain_call() -> N
     assert check_split(captured, torch.randn(4, 5, 3), one_stage(captured), exact=True) == 0.0
 
 
+class Encoder(nn.Module):
+    """LongT5, which makes a mask of its own and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LongT5Config, LongT5EncoderModel
+
+        sizes = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2}
+        config = LongT5Config(**sizes, num_layers=1, local_radius=3, dropout_rate=0.0)
+        self.model = LongT5EncoderModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).last_hidden_state.square().mean()
+
+
+def test_an_encoder_makes_its_mask_as_in_a_plain_call() -> None:
+    """Where it is compiled it makes none, and fails."""
+    pytest.importorskip("transformers")
+    tokens = torch.arange(20).view(4, 5) % 8
+    captured = capture(Encoder(), tokens)
+    assert check_split(captured, tokens, one_stage(captured), exact=False) < 1e-5
+
+
 def test_code_of_other_libraries_is_not_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its folder begins with the same letters, as that of torchvision does."""
     code = compile("def check(x):\n    assert (x < 100).all()\n    return x\n", LIBRARY, "exec")

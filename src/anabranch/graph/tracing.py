@@ -299,13 +299,22 @@ def _depends_on_batch(tensor: torch.Tensor | None = None) -> bool:
     return isinstance(tensor, FakeTensor) and _constant_calls(tensor) is None
 
 
+def _never(_: Any) -> Callable[[], bool]:
+    return lambda: False
+
+
 _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Gemma3: masks that let the tokens of one image see each other.
     ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
     ("transformers.masking_utils", "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
     # Masks that a call without tracing does without, as no value of the batch is in them.
-    ("transformers.masking_utils", "is_torchdynamo_exporting", lambda _: lambda: False),
+    ("transformers.masking_utils", "is_torchdynamo_exporting", _never),
     ("transformers.masking_utils", "is_tracing", lambda _: _depends_on_batch),
+    # Encoders that make a mask where none is given, and need it, but not while they are compiled.
+    *(
+        (f"transformers.models.{name}.modeling_{name}", "is_torchdynamo_compiling", _never)
+        for name in ("longt5", "pop2piano", "switch_transformers", "udop")
+    ),
     ("torch.nn.functional", "ctc_loss", lambda functional: traceable(functional.ctc_loss)),
 )
 """Module, a name in it, and the module -> what the name stands for while a forward is traced."""
