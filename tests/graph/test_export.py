@@ -203,6 +203,17 @@ def test_mask_that_is_computed_twice_is_told() -> None:
         capture(Net(body), batch())
 
 
+def test_an_operation_that_needs_sizes_names_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Padding does, which is found when a program is made; nothing else is printed."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.nn.functional.pad(h[h[:, 0] > 0], (1, 0)).mean()
+
+    with pytest.raises(CaptureError, match=r"nets.py:\d+ \(h = self.body.*sizes follow from"):
+        capture(Net(body), batch())
+    assert capfd.readouterr() == ("", "")
+
+
 def test_data_dependent_branch_names_line_cause_and_remedy(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

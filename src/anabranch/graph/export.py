@@ -182,7 +182,7 @@ def export(
         checks: set[str] = set()
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(_quiet())
+                stack.enter_context(quiet())
                 if strict:
                     with reads.recording():
                         _try_functions(module, leaves)
@@ -226,8 +226,8 @@ class CaptureWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torch.export logs and warns to ourselves; what is printed is shown on success."""
+def quiet() -> Iterator[None]:
+    """Keep what PyTorch logs and warns of a trace; what is printed is shown on success."""
     parts = ("export", "_export", "fx", "_dynamo", "_subclasses", _SYMBOLS)
     names = [f"torch.{part}" for part in parts]
     loggers = [logging.getLogger(name) for name in names]

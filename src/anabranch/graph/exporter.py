@@ -20,7 +20,7 @@ from torch.export.graph_signature import TensorArgument
 from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
-from anabranch.graph.export import ReturnsLoss, export, user_line
+from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -153,6 +153,7 @@ class Exporter:
             return True
         return False
 
+    @quiet()
     @without_raising_guards(set())
     def _lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
@@ -178,10 +179,12 @@ class Exporter:
             if exported is self._dynamic:
                 raise RefusedError from error
             text = str(error).partition("\n")[0]
+            where = "".join(f"{line}: " for line in getattr(error, "__notes__", ()))
             raise CaptureError(
                 f"{type(self.module).__name__} cannot be captured with {samples} samples on "
-                f"{device or self.device}: {text} ({type(error).__name__}); types have to be those "
-                "of that device, and sizes follow from those of the batch, not from its values"
+                f"{device or self.device}: {where}{text} ({type(error).__name__}); types have to "
+                "be those of that device, and sizes follow from those of the batch, not from its "
+                "values"
             ) from error
         program = numbers_as_tensors(program, self.outputs)
         for node, source in program.writes_to(BATCH_LEAF):
