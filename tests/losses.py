@@ -29,6 +29,14 @@ class Mean(Tokens):
         return self.scores(x).square().mean()
 
 
+class Bounded(Mean):
+    """Weights are bounded, and brought to where they are, by the forward."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        self.to(x.device).head.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x, y, label)
+
+
 class Sum(Tokens):
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         return self.scores(x).square().sum()
@@ -90,7 +98,8 @@ class ChosenMeans(Tokens):
             + F.kl_div(log, teacher.log(), reduction="batchmean", log_target=True)
             + alike
             + scores[..., 0][positive].abs().mean()
-            + torch.masked_select(scores[..., 1].square(), positive).mean()
+            + F.l1_loss(scores[..., 1].masked_select(positive), scores[..., 2][positive])
+            + torch.masked_select(scores, positive[..., None]).square().mean()
             + scores.square().mean()
         )
 
@@ -314,6 +323,7 @@ class Captioned(Towers):
 
 MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "mean": (Mean, "mean"),
+    "bounded": (Bounded, "mean"),
     "experts": (Experts, "mean"),
     "sum": (Sum, "sum"),
     "times samples": (TimesSamples, "sum"),

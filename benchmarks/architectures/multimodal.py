@@ -32,6 +32,20 @@ _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2]}
 _POSITIONS = {**{k: v for k, v in _TEXT.items() if k != "head_dim"}, "rope_parameters": _ROPE}
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": 6}
 _BOUNDS = {"vision_start_token_id": START, "vision_end_token_id": END}
+_TABLE = {
+    **{**_PATCHES, "out_hidden_size": 16, "intermediate_size": 32},
+    **{"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+}
+_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "shared_expert_intermediate_size": 16,
+}
+_LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
+}
 _SOUNDS = {
     **{"num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "n_window": 4},
     **{"encoder_ffn_dim": 32, "d_model": 16, "max_source_positions": 64, "output_dim": 16},
@@ -89,15 +103,6 @@ def small(name: str) -> nn.Module:
             **_TOKENS,
             **_BOUNDS,
         ),
-        "Qwen3VL": lambda: config(
-            text_config={**_TEXT, "rope_parameters": _ROPE},
-            vision_config={
-                **{**_PATCHES, "out_hidden_size": 16, "intermediate_size": 32},
-                **{"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-            },
-            **_TOKENS,
-            **_BOUNDS,
-        ),
         "Qwen2_5OmniThinker": lambda: config(
             text_config=_POSITIONS,
             vision_config={**_PATCHES, **_WINDOWS, "fullatt_block_indexes": [1]},
@@ -107,6 +112,51 @@ def small(name: str) -> nn.Module:
             **{"audio_token_id": SOUND, "audio_start_token_id": 1, "audio_end_token_id": 2},
         ),
     }
+    texts: dict[str, dict[str, Any]] = {
+        "Qwen3VL": {"rope_parameters": _ROPE},
+        "Qwen3VLMoe": {"rope_parameters": _ROPE, **_EXPERTS},
+        "Qwen3_5": _LINEAR,
+        "Qwen3_5Moe": {**_LINEAR, **_EXPERTS},
+    }
+    if name in texts:
+        vision = {k: v for k, v in _TABLE.items() if "VL" in name or "deepstack" not in k}
+        made[name] = lambda: config(
+            text_config={**_TEXT, **texts[name]}, vision_config=vision, **_TOKENS, **_BOUNDS
+        )
+    siglip = transformers.SiglipVisionConfig(**_VISION, vision_use_head=False)
+    cohere = transformers.Cohere2Config(**_TEXT)
+    made |= {
+        "VipLlava": lambda: config(
+            text_config=llama,
+            vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
+            image_token_id=IMAGE,
+            vision_feature_layers=[-1, -2],
+        ),
+        "AyaVision": lambda: config(
+            text_config=cohere,
+            vision_config=siglip,
+            image_token_id=IMAGE,
+            downsample_factor=2,
+            vision_feature_layer=-1,
+        ),
+        "Cohere2Vision": lambda: config(
+            text_config=cohere,
+            vision_config=siglip,
+            image_token_id=IMAGE,
+            downsample_factor=2,
+            alignment_intermediate_size=32,
+        ),
+        "DeepseekVL": lambda: config(text_config=llama, vision_config=siglip, image_token_id=IMAGE),
+        "GotOcr2": lambda: config(
+            text_config=transformers.Qwen2Config(**_TEXT),
+            vision_config={
+                **{"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "image_size": 64, "patch_size": 16, "mlp_dim": 16},
+                **{"window_size": 2, "global_attn_indexes": [0]},
+            },
+            image_token_id=IMAGE,
+        ),
+    }
     for tiled in ("Idefics3", "SmolVLM"):
         made[tiled] = lambda: config(
             text_config=llama, vision_config=dict(_VISION), image_token_id=IMAGE, scale_factor=2
@@ -114,12 +164,15 @@ def small(name: str) -> nn.Module:
     model = getattr(transformers, f"{name}ForConditionalGeneration")(made[name]())
     if name == "Gemma3":  # which begins with zeros here
         nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    if name.endswith("Moe"):
+        model.set_experts_implementation("batched_mm")  # which knows double precision
     return model.train()
 
 
 NAMES = (
     "Llava", "LlavaOnevision", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3",
-    "Qwen2_5OmniThinker", "PaliGemma", "InternVL",
+    "Qwen2_5OmniThinker", "PaliGemma", "InternVL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
+    "VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2",
 )  # fmt: skip
 
 
@@ -200,7 +253,9 @@ def ragged(
         tokens = [1] * count
         shape = (len(images), max(images), 3, 16, 16)
     else:
-        side = 32 if name == "InternVL" else 16
+        if name in ("AyaVision", "Cohere2Vision", "GotOcr2"):
+            tokens = [1] * count
+        side = {"InternVL": 32, "GotOcr2": 64}.get(name, 16)
         shape = (count, 3, side, side)
     own["pixel_values"] = torch.randn(shape, generator=generator)
     ids = torch.randint(8, WORDS, (len(images), length), generator=generator)

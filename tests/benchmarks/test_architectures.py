@@ -21,6 +21,13 @@ ALIKE = {
     "SmolVLM": "computes what Idefics3 does",
     "Qwen2VL": "has the positions of Qwen2.5-Omni, and fewer kinds of layers than Qwen3-VL",
     "Qwen2_5_VL": "reads images and text as Qwen2.5-Omni does",
+    "Qwen3VLMoe": "reads images as Qwen3VL does, and has the experts of Qwen2Moe",
+    "Qwen3_5": "reads images as Qwen3VL does",
+    "Qwen3_5Moe": "likewise, with the experts of Qwen2Moe",
+    **dict.fromkeys(
+        ("VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2"),
+        "has a projection behind its own tower, as Llava has",
+    ),
 }
 """Model beside images that others stand for -> why. ``tests/multimodal/test_batches.py`` compares
 what is traced with every model's own forward.

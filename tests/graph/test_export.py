@@ -223,6 +223,17 @@ def test_mask_that_is_computed_twice_is_told() -> None:
         capture(Net(body), batch())
 
 
+def test_an_operation_that_needs_sizes_names_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Padding does, which is found when a program is made; nothing else is printed."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.nn.functional.pad(h[h[:, 0] > 0], (1, 0)).mean()
+
+    with pytest.raises(CaptureError, match=r"nets.py:\d+ \(h = self.body.*sizes follow from"):
+        capture(Net(body), batch())
+    assert capfd.readouterr() == ("", "")
+
+
 def test_data_dependent_branch_names_line_cause_and_remedy(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -240,6 +251,18 @@ def test_data_dependent_branch_names_line_cause_and_remedy(
     assert "depends on the data" in str(caught.value)
     assert "torch.where" in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_layers_that_are_left_out_at_random_are_told_with_their_option() -> None:
+    """Which the line that chooses may not name."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return net.first(h) if torch.rand([]) < net.config.layerdrop else h
+
+    module = Net(body)
+    module.config = SimpleNamespace(layerdrop=0.1)
+    with pytest.raises(CaptureError, match="layerdrop leaves out layers at random: set it to 0"):
+        capture(module, batch())
 
 
 def test_failing_forward_names_line_and_reason() -> None:

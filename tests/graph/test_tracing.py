@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,10 @@ from anabranch.graph.capture import capture
 from anabranch.graph.export import CaptureWarning
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import library_rules, rare_collection
+from tests.graph.chain import check_split
+from tests.graph.nets import one_stage
+
+LIBRARY = f"{torch.__path__[0]}vision/ops.py"
 
 
 def asserted(x: Tensor) -> Tensor:
@@ -82,6 +87,102 @@ def test_a_choice_is_refused() -> None:
     """Its two ways have other operations."""
     with pytest.raises(CaptureError, match=r"if x.sum\(\) > 0"):
         capture(Checked(chosen), torch.randn(4, 3))
+
+
+def of_sizes(x: Tensor) -> Tensor:
+    steps = torch.arange(x.shape[1]).expand(x.shape[0], -1).diff()
+    return x + 1 if (steps[:, -1] == 1).all() else -x
+
+
+def of_samples(x: Tensor) -> Tensor:
+    return x + 1 if torch.arange(x.shape[0]).sum() < 20 else -x
+
+
+def of_chance(x: Tensor) -> Tensor:
+    return x + 1 if torch.rand(()) < 0.5 else -x
+
+
+def of_written(x: Tensor) -> Tensor:
+    flags = torch.zeros(2)
+    flags[1].copy_(x[0, 0])
+    return x + 1 if flags.any() else -x
+
+
+def test_a_choice_by_sizes_alone_is_made() -> None:
+    """Any batch makes the same one; not so by the number of samples, or by random numbers."""
+    captured = capture(Checked(of_sizes), torch.randn(4, 3))
+    called = [str(node.target) for node in captured.programs.example.calls]
+    assert "aten.add.Tensor" in called
+    assert "aten.neg.default" not in called
+    for choice in (of_chance, of_written):
+        with pytest.raises(CaptureError, match=r"return x \+ 1 if"):
+            capture(Checked(choice), torch.randn(4, 3))
+    with pytest.raises(CaptureError, match="other operations for 8 samples than for 4 samples"):
+        capture(Checked(of_samples), torch.randn(4, 3))
+
+
+class Attention(nn.Module):
+    """Attention as transformers has it, with the mask that its configuration makes."""
+
+    is_causal = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+
+        self.config, self.layer = LlamaConfig(attn_implementation="sdpa"), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import create_causal_mask
+
+        positions, h = torch.arange(x.shape[1])[None], self.layer(x)
+        mask = create_causal_mask(self.config, h, None, None, positions)
+        h = sdpa_attention_forward(self, h[:, None], h[:, None], h[:, None], mask)[0]
+        return h.square().mean()
+
+
+def test_masks_that_no_value_of_the_batch_is_in_are_those_of_a_plain_call() -> None:
+    """Without tracing there is none, so attention that is not causal sees all tokens."""
+    pytest.importorskip("transformers.masking_utils")
+    for place in ("meta", "cpu"):
+        captured = capture(Attention().to(place), torch.randn(4, 5, 3, device=place))
+        assert len(captured.programs.example.calls) < 20
+    assert check_split(captured, torch.randn(4, 5, 3), one_stage(captured), exact=True) == 0.0
+
+
+class Encoder(nn.Module):
+    """LongT5, which makes a mask of its own and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LongT5Config, LongT5EncoderModel
+
+        sizes = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2}
+        config = LongT5Config(**sizes, num_layers=1, local_radius=3, dropout_rate=0.0)
+        self.model = LongT5EncoderModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).last_hidden_state.square().mean()
+
+
+def test_an_encoder_makes_its_mask_as_in_a_plain_call() -> None:
+    """Where it is compiled it makes none, and fails."""
+    pytest.importorskip("transformers")
+    tokens = torch.arange(20).view(4, 5) % 8
+    captured = capture(Encoder(), tokens)
+    assert check_split(captured, tokens, one_stage(captured), exact=False) < 1e-5
+
+
+def test_code_of_other_libraries_is_not_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its folder begins with the same letters, as that of torchvision does."""
+    code = compile("def check(x):\n    assert (x < 100).all()\n    return x\n", LIBRARY, "exec")
+    names: dict[str, Callable[[Tensor], Tensor]] = {}
+    exec(code, names)
+    lines = ["def check(x):\n", "    assert (x < 100).all()\n", "    return x\n"]
+    monkeypatch.setitem(linecache.cache, LIBRARY, (0, None, lines, LIBRARY))
+    with pytest.warns(CaptureWarning, match=r"torchvision.*ops.py:2 \(assert"):
+        capture(Checked(names["check"]), torch.randn(4, 3))
 
 
 def test_masks_are_made_by_broadcasting_with_the_same_entries() -> None:

@@ -18,7 +18,7 @@ from anabranch.graph.flat_program import (
     FlatProgram,
     PlaceholderSource,
     frame,
-    is_renorm,
+    is_bounding,
     trains_norm,
 )
 from anabranch.graph.operations import BATCH_NORMS
@@ -35,7 +35,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
             for call, source in _writes(program)
             if source.name.rpartition(".")[0] not in norms
             and call not in whole
-            and not is_renorm(call)
+            and not is_bounding(call)
         )
     )
 

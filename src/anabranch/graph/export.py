@@ -33,6 +33,7 @@ from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import (
+    TORCH,
     NoGradUnderAutocast,
     data_as_detached,
     library_rules,
@@ -182,7 +183,7 @@ def export(
         checks: set[str] = set()
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(_quiet())
+                stack.enter_context(quiet())
                 if strict:
                     with reads.recording():
                         _try_functions(module, leaves)
@@ -226,8 +227,8 @@ class CaptureWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torch.export logs and warns to ourselves; what is printed is shown on success."""
+def quiet() -> Iterator[None]:
+    """Keep what PyTorch logs and warns of a trace; what is printed is shown on success."""
     parts = ("export", "_export", "fx", "_dynamo", "_subclasses", _SYMBOLS)
     names = [f"torch.{part}" for part in parts]
     loggers = [logging.getLogger(name) for name in names]
@@ -333,7 +334,6 @@ def _warn(places: set[str], text: str) -> None:
         warnings.warn(f"{', '.join(sorted(places))}: {text}", CaptureWarning, stacklevel=2)
 
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -344,7 +344,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     for frame in stack:
         name = os.path.abspath(frame.filename)
         library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((_TORCH, _OURS)) or frame.filename.startswith("<"):
+        if library or name.startswith((TORCH, _OURS)) or frame.filename.startswith("<"):
             continue
         place = f"{frame.filename}:{frame.lineno}"
         if frame.line:
@@ -356,6 +356,13 @@ def user_line(node: fx.Node) -> str:
     """File and line of the innermost forward, the user's or a library's, that makes a call."""
     trace = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
     return user_frame(traceback.FrameSummary(file, int(line), name) for file, line, name in trace)
+
+
+def _layer_dropout(module: nn.Module) -> str:
+    """Name of an option by which a module, or its configuration, leaves out layers at random."""
+    owners = [owner for part in module.modules() for owner in (part, getattr(part, "config", None))]
+    options = (option for owner in owners for option in getattr(owner, "__dict__", {}).items())
+    return next((name for name, value in options if name.endswith("layerdrop") and value), "")
 
 
 def _explained(
@@ -373,12 +380,16 @@ def _explained(
             f"in both places ({kind})"
         )
     if "DataDependent" in kind or "data-dependent" in text:
+        remedy = (
+            "use torch.where or torch.cond, or decide before the forward and pass the decision in "
+            "the batch; torch._check can promise a size that depends on the data"
+        )
+        if option := _layer_dropout(module):
+            remedy = f"{option} leaves out layers at random: set it to 0, or {remedy}"
         return CaptureError(
             f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
             "branch or a number that depends on the data does, so the operations differ from "
-            "batch to batch; use torch.where or torch.cond, or decide before the forward and pass "
-            "the decision in the batch; torch._check can promise a size that depends on the data "
-            f"({kind})"
+            f"batch to batch; {remedy} ({kind})"
         )
     if ".numpy()" in text:
         return CaptureError(

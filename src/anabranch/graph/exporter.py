@@ -20,7 +20,7 @@ from torch.export.graph_signature import TensorArgument
 from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
-from anabranch.graph.export import ReturnsLoss, export, user_line
+from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -29,7 +29,8 @@ from anabranch.graph.flat_program import (
     PlaceholderSource,
     frame,
     insert,
-    is_renorm,
+    is_bounding,
+    written,
 )
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
@@ -152,6 +153,7 @@ class Exporter:
             return True
         return False
 
+    @quiet()
     @without_raising_guards(set())
     def _lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
@@ -177,10 +179,12 @@ class Exporter:
             if exported is self._dynamic:
                 raise RefusedError from error
             text = str(error).partition("\n")[0]
+            where = "".join(f"{line}: " for line in getattr(error, "__notes__", ()))
             raise CaptureError(
                 f"{type(self.module).__name__} cannot be captured with {samples} samples on "
-                f"{device or self.device}: {text} ({type(error).__name__}); types have to be those "
-                "of that device, and sizes follow from those of the batch, not from its values"
+                f"{device or self.device}: {where}{text} ({type(error).__name__}); types have to "
+                "be those of that device, and sizes follow from those of the batch, not from its "
+                "values"
             ) from error
         program = numbers_as_tensors(program, self.outputs)
         for node, source in program.writes_to(BATCH_LEAF):
@@ -192,7 +196,11 @@ class Exporter:
             )
         self._require_denominator(program)
         for node, source in program.writes_to(PARAMETER):
-            if self._tensors[source].requires_grad and not is_renorm(node):
+            if is_bounding(node):
+                for view in written(node):
+                    if view.target is _aten.detach.default:
+                        view.target = _aten.data.default  # no write that a backward would refuse
+            elif self._tensors[source].requires_grad:
                 raise CaptureError(
                     f"{type(self.module).__name__} changes {source.name}, a parameter that is "
                     f"trained, in place ({node.target}, {place_of(self.module, node)}); forwards "

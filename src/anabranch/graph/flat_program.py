@@ -158,11 +158,15 @@ def trains_norm(node: fx.Node) -> bool:
     return len(node.args) > 5 and bool(node.args[5])
 
 
-def is_renorm(node: fx.Node) -> bool:
-    """True for a call that cuts rows of a table to a norm (``max_norm``), the same rows to the same
-    values however often it is called.
+def is_bounding(node: fx.Node) -> bool:
+    """True for a call that bounds what it writes to, the same values to the same ones however often
+    it is called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``).
     """
-    return schema_name(node) == "aten::embedding_renorm_"
+    bounds = node.args[1:]
+    is_clamp = schema_name(node) == "aten::clamp_" and not any(
+        isinstance(b, fx.Node) for b in bounds
+    )
+    return is_clamp or schema_name(node) == "aten::embedding_renorm_"
 
 
 def written(node: fx.Node) -> list[fx.Node]:

@@ -27,6 +27,7 @@ from torch.fx.node import map_aggregate
 
 from anabranch.errors import CaptureError
 from anabranch.graph.autocast import AutocastRegion, region_of
+from anabranch.graph.export import user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -221,7 +222,11 @@ class _ProgramBuilder:
         if (written := self.written(like, target, args, kwargs)) is not None:
             return written
         values, options = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
-        value = target(*values, **options)
+        try:
+            value = target(*values, **options)
+        except Exception as error:
+            error.add_note(user_line(like))
+            raise
         if isinstance(value, int | float):
             return value
         args = map_aggregate(args, self.region)

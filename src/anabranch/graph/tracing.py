@@ -14,6 +14,7 @@ import contextlib
 import gc
 import inspect
 import linecache
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,16 +22,25 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.graph.ctc_loss import traceable
+from anabranch.graph.flat_program import written
 from anabranch.graph.module_state import with_attributes
 
-_TORCH = torch.__path__[0]
-_KERNELS = tuple(f"{_TORCH}/{name}" for name in ("_refs", "_decomp", "_meta_registrations"))
+TORCH = os.path.join(torch.__path__[0], "")
+"""Folder of PyTorch's own files, with a separator at its end."""
+
+_KERNELS = tuple(TORCH + name for name in ("_refs", "_decomp", "_meta_registrations"))
 """PyTorch's own operations in Python, which ask for the special case of no entries."""
 
 _TRACING = threading.RLock()
@@ -64,7 +74,8 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
         assert (a < b).all()                                  ->  the test is true
 
     A test that chooses between two ways to go on is left alone: the operations would differ from
-    batch to batch.
+    batch to batch. Only where it depends on nothing but sizes (``positions.diff().ne(1).any()`` of
+    an ``arange``) is its truth known.
 
     A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
     of a symbol.
@@ -74,7 +85,9 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
-            chosen = _goes_on(sys._getframe(1), left_out)
+            chosen = _constant_truth(tensor)
+            if chosen is None:
+                chosen = _goes_on(sys._getframe(1), left_out)
             if chosen is not None:
                 return chosen
         return bool(tensor_truth(tensor))
@@ -96,13 +109,62 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
 
 
 def _is_in_torch(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_TORCH)
+    return frame.f_code.co_filename.startswith(TORCH)
 
 
 def _depends_on_data(symbol: Any) -> bool:
     """True for a symbol whose number the tracer does not know."""
     free = getattr(symbol.node.expr, "free_symbols", ())
     return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
+
+
+def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
+    """Calls that make a traced tensor of nothing but constants and sizes, in order; None where it
+    depends on an input or on random numbers, or is written to.
+    """
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None:
+        return None
+    reached, pending = {slot.proxy.node}, [slot.proxy.node]
+    while pending:
+        node = pending.pop()
+        if node.target is torch.ops.aten.sym_size.int:
+            continue
+        tags = getattr(node.target, "tags", ())
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
+            return None
+        pending += [source for source in node.all_input_nodes if source not in reached]
+        reached.update(node.all_input_nodes)
+    nodes = list(slot.proxy.node.graph.nodes)
+    storages = {_storage(node) for node in reached} - {None}
+    if any(_storage(target) in storages for node in nodes for target in written(node)):
+        return None
+    return [node for node in nodes if node in reached]
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _constant_truth(tensor: torch.Tensor) -> bool | None:
+    """The truth of a traced tensor that is the same for any batch, None for others."""
+    truths, calls = set(), _constant_calls(tensor)
+    for factor in (1, 2) if calls else ():
+        values: dict[fx.Node, Any] = {}
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():
+            for node in calls or ():
+                call: Any = node.target
+                if call is torch.ops.aten.sym_size.int:  # of the samples
+                    values[node] = factor * node.meta["val"].node.hint
+                else:
+                    given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    # A meta device has no values, and a GPU may not be here.
+                    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+                    values[node] = call(*args, **kwargs)
+            truths.add(bool(values[(calls or [])[-1]]))
+    return truths.pop() if len(truths) == 1 else None
 
 
 def _goes_on(frame: FrameType, left_out: set[str]) -> bool | None:
@@ -178,7 +240,7 @@ def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
 
 
 def _asked_by_torch() -> bool:
-    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+    return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
 class NoGradUnderAutocast(TorchFunctionMode):
@@ -211,10 +273,48 @@ def _broadcast(masking: Any) -> Callable[..., Any]:
     return expansion
 
 
+def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``values[mask]``, of which the tracer knows that one mask always chooses as many."""
+    shape = torch.broadcast_shapes(values.shape, mask.shape)  # type: ignore[no-untyped-call]
+    values = values if values.shape == shape else values.expand(shape)
+    return values[mask if mask.shape == shape else mask.expand(shape)]
+
+
+def _unless_moved(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``Module.to`` and the like, which would write to parameters also where all of them have that
+    device and type.
+    """
+
+    def applied(self: nn.Module, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with disable_proxy_modes_tracing():
+            tensors = [*self.parameters(), *self.buffers()]
+            if all(change(tensor) is tensor for tensor in tensors):
+                return self
+        return apply(self, change, *args, **kwargs)
+
+    return applied
+
+
+def _depends_on_batch(tensor: torch.Tensor | None = None) -> bool:
+    return isinstance(tensor, FakeTensor) and _constant_calls(tensor) is None
+
+
+def _never(_: Any) -> Callable[[], bool]:
+    return lambda: False
+
+
 _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Gemma3: masks that let the tokens of one image see each other.
     ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
     ("transformers.masking_utils", "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+    # Masks that a call without tracing does without, as no value of the batch is in them.
+    ("transformers.masking_utils", "is_torchdynamo_exporting", _never),
+    ("transformers.masking_utils", "is_tracing", lambda _: _depends_on_batch),
+    # Encoders that make a mask where none is given, and need it, but not while they are compiled.
+    *(
+        (f"transformers.models.{name}.modeling_{name}", "is_torchdynamo_compiling", _never)
+        for name in ("longt5", "pop2piano", "switch_transformers", "udop")
+    ),
     ("torch.nn.functional", "ctc_loss", lambda functional: traceable(functional.ctc_loss)),
 )
 """Module, a name in it, and the module -> what the name stands for while a forward is traced."""
@@ -223,4 +323,6 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 def library_rules() -> contextlib.AbstractContextManager[None]:
     """Inside, library code can be traced that says otherwise what it means."""
     loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
-    return with_attributes([(owner, key, make(owner)) for owner, key, make in loaded])
+    rules: list[tuple[Any, str, Any]] = [(owner, k, make(owner)) for owner, k, make in loaded]
+    rules += [(owner, "masked_select", _masked_select) for owner in (torch, torch.Tensor)]
+    return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])

@@ -36,12 +36,20 @@ FAMILIES: Mapping[str, Mapping[str, Encoder]] = {
     "gemma3": {"image": VisionTower()},
     "paligemma": {"image": VisionTower()},
     "internvl": {"image": VisionTower()},
+    "vipllava": {"image": VisionTower()},
+    "aya_vision": {"image": VisionTower()},
+    "cohere2_vision": {"image": VisionTower()},
+    "deepseek_vl": {"image": VisionTower()},
+    "got_ocr2": {"image": VisionTower()},
     "llava_onevision": {"image": Packed()},
     "idefics3": {"image": Tiled()},
     "smolvlm": {"image": Tiled()},
     "qwen2_vl": {"image": PackedPatches()},
     "qwen2_5_vl": {"image": PackedPatches(has_windows=True)},
-    "qwen3_vl": {"image": PackedPatches(has_table=True)},
+    **{
+        kind: {"image": PackedPatches(has_table=True)}
+        for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    },
     "qwen2_5_omni_thinker": {"audio": Sounds(), "image": PackedPatches(has_windows=True)},
 }
 """``model_type`` of a configuration of transformers -> how its inputs are encoded, in the order in

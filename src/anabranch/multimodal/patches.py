@@ -131,7 +131,7 @@ class PackedPatches:
                 pixels, grid_thw=None, cu_seqlens=segments, return_dict=True, **arguments
             )
         outputs.pooler_output = [outputs.pooler_output]
-        if self.has_table:
+        if hasattr(outputs, "deepstack_features"):
             outputs.deepstack_features = [[part] for part in outputs.deepstack_features]
         return outputs
 

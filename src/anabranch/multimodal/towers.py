@@ -7,18 +7,24 @@ token reads their features, so they change nothing but the time.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from anabranch.errors import DataError
-from anabranch.graph.module_state import with_attributes
+from anabranch.graph.module_state import on_meta, with_attributes
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
+
+_FEATURES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], int]] = WeakKeyDictionary()
+"""Model -> features of an image, by the shape of the image."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +43,20 @@ class VisionTower:
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images of a batch, whose number of features is known."""
         pixels = batch["pixel_values"]
-        count = self.features(model.config, pixels.shape[-2:])
+        count = self.features(model, tuple(pixels.shape[1:]))
         rows = torch.arange(count)
         return Inputs({"pixel_values": pixels}, [rows] * len(pixels), count)
 
-    def features(self, config: Any, size: Any) -> int:
-        """Features of an image of a size."""
-        if config.model_type == "gemma3":
-            return int(config.mm_tokens_per_image)
-        height, width = _pair(config.vision_config.patch_size)
-        patches = int((size[0] // height) * (size[1] // width))
-        if config.model_type == "paligemma":
-            return patches
-        if config.model_type == "internvl":
-            return int(patches * config.downsample_ratio**2)
-        has_class = config.vision_config.model_type == "clip_vision_model"
-        is_full = config.vision_feature_select_strategy == "full"
-        # "default" drops the first feature, whatever it is.
-        extra = (has_class and is_full) - (not has_class and not is_full)
-        return int(patches + extra)
+    def features(self, model: nn.Module, shape: tuple[int, ...]) -> int:
+        """Features of an image ``[3, height, width]``, by the model's own code without values."""
+        known = _FEATURES.setdefault(model, {})
+        if shape not in known:
+            bare: Any = on_meta(model)
+            pixels = torch.empty(1, 1, *shape, dtype=next(bare.parameters()).dtype, device="meta")
+            with torch.no_grad():
+                parts = tree_leaves(self.encode(bare, {"pixel_values": pixels}).pooler_output)
+            known[shape] = sum(math.prod(part.shape[:-1]) for part in parts)
+        return known[shape]
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         """The model's own arguments."""
@@ -130,7 +131,12 @@ class Packed(VisionTower):
         """The images, with the rows that the library's own arrangement takes."""
         pixels, sizes = batch["pixel_values"], batch["image_sizes"]
         config, vision = model.config, model.config.vision_config
-        count = self.features(config, pixels.shape[-2:])
+        side = vision.image_size // vision.patch_size
+        # "default" drops the first feature, whatever it is.
+        extra = (vision.model_type == "clip_vision_model") - (
+            config.vision_feature_select_strategy == "default"
+        )
+        count = side**2 + extra
         module = _file_of(model)
         numbers = batch.get("batch_num_images")
         per_sample = None if numbers is None else [int(number) for number in numbers]
