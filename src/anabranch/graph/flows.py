@@ -8,8 +8,10 @@ from typing import Literal
 
 from torch import fx
 
+from anabranch.graph.call_traits import arguments
 from anabranch.graph.flat_program import CallKey, upstream
 from anabranch.graph.loss_kinds import LossKind
+from anabranch.graph.sample_axis import SampleAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,25 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class StatisticUse:
-    """A call that reads a statistic: ``share`` is true where it divides a sum by it, which takes a
-    slice's share of that of the batch.
+    """A call that reads a statistic.
+
+    Attributes:
+        call: the reader.
+        argument: a value, or the name of the argument that has a number.
+        share: whether it divides a sum by it, which takes a slice's share of that of the batch.
+        axis: the samples of a value that has some.
     """
 
     call: fx.Node
-    argument: fx.Node
-    share: bool
+    argument: fx.Node | str
+    share: bool = False
+    axis: SampleAxis | None = None
+
+    @property
+    def is_count(self) -> bool:
+        """False for a number that is made of that of the samples alone."""
+        read = self.argument
+        return isinstance(arguments(self.call)[read] if isinstance(read, str) else read, fx.Node)
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,7 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
     value = flow.flows[loss]
     if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
-    if above([use.call for use in flow.uses if use.share], loss):
+    if above([use.call for use in flow.uses if use.share and use.is_count], loss):
         return "weighted mean"
     return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
 
