@@ -62,12 +62,6 @@ class StatisticUse:
     share: bool = False
     axis: SampleAxis | None = None
 
-    @property
-    def is_count(self) -> bool:
-        """False for a number that is made of that of the samples alone."""
-        read = self.argument
-        return isinstance(arguments(self.call)[read] if isinstance(read, str) else read, fx.Node)
-
 
 @dataclass(frozen=True)
 class SampleFlow:
@@ -93,7 +87,8 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
     value = flow.flows[loss]
     if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
-    if above([use.call for use in flow.uses if use.share and use.is_count], loss):
+    numbers = {use: arguments(use.call).get(str(use.argument)) for use in flow.uses if use.share}
+    if above([use.call for use, n in numbers.items() if not isinstance(n, int | float)], loss):
         return "weighted mean"
     return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
 

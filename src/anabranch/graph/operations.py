@@ -76,9 +76,6 @@ ALONG = words(
     topk flip roll kthvalue
     """
 )
-FILLED = words("full full_like new_full")
-"""Operations that fill a tensor with one number."""
-
 NUMBERED = words("arange linspace logspace")
 """Operations whose entries follow from their place in a tensor."""
 

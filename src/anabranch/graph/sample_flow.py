@@ -4,18 +4,19 @@ A batch is computed in slices. Read in program order, each value of the program 
 
     constant    without samples: parameters, buffers, numbers
     samples     one part per sample, which depends on that sample alone
-    additive    one for the batch: a sum over samples, times a power of their number (``degree``)
-    statistic   one for the batch, of the batch's own tensors alone: a count of labels
+    additive    one for the batch: a sum over samples (``degree`` 0), or a mean (-1)
+    statistic   known of the batch's own tensors, and not of their slices: a count, x.softmax(0)
     coupled     anything else that several samples decide: right for the whole batch only
 
 What a sum or a mean of the batch is follows from those of its slices::
 
     value of the batch  =  sum over slices of  (n / n_slice) ** degree  *  value of the slice
 
-    loss.sum()  degree 0        loss.mean()  degree -1        loss.mean() * n  degree 0
+    loss.sum()  degree 0        loss.mean()  degree -1
 
 A statistic is known before the forward begins, so it is put in as that of the whole batch
-(``whole_batch``); a sum that is divided by one is then a *weighted mean*, and just as additive.
+(``whole_batch``), and so is a number that is made of that of the samples. A sum that is divided by
+a statistic is a *weighted mean*, and just as additive.
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
@@ -29,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.call_traits import (
@@ -68,7 +69,7 @@ from anabranch.graph.operations import (
     SCATTERS,
 )
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_in_order, sample_axes
-from anabranch.graph.whole_batch import takes_tensor
+from anabranch.graph.whole_batch import with_tensor
 
 
 def sample_flow(
@@ -170,12 +171,12 @@ class _Follower:
             return None
         if kinds <= {"constant"}:
             return self.without_samples(node, axis, known)
-        value = tensor(node)
-        has_rows = any(self.has_rows(n) for n in value_inputs(node))
+        # What is known is the whole batch's until something learned reads it.
+        of_rows = (self.has_rows(n) and not self.is_index(node, n) for n in value_inputs(node))
         is_part = base_name(node) == "getitem" and inputs[0].kind == "statistic" and axis.dim >= 0
-        if known and (is_part or (has_rows and not _is_sliced(value, axis))):
+        if known and axis.trouble != RAGGED and (is_part or any(of_rows)):
             return None
-        if value is None:
+        if tensor(node) is None:
             return self.several(node, inputs, known)
         if axis.dim >= 0 or axis.trouble == RAGGED:
             return self.per_sample(node, inputs, known)
@@ -250,11 +251,9 @@ class _Follower:
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow | None:
         """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
-            if base_name(node) in NUMBERED:
-                value = tensor(node)
-                is_place = axis.trouble != "" and value is not None and _is_integer(value)
-                return Flow("samples", 0, known) if is_place else None
-            return Flow("samples", 0, known) if self.put_in(node) else None
+            is_place = bool(axis.trouble) and _is_integer(node)
+            is_alike = base_name(node) not in NUMBERED and self.put_in(node)
+            return Flow("samples", 0, known) if is_place or is_alike else None
         changed = self.changed(node)
         if known and changed:
             # Made of the number of samples, such as torch.tensor(len(x)).
@@ -270,8 +269,8 @@ class _Follower:
         if {flow.kind for flow in inputs} <= {"constant", "statistic"}:
             return Flow("statistic", 0, known)
         # The order of what is sorted may be undone later.
-        is_coupled = self.mixes(node, name) and (known or requires_grad(node))
-        return Flow("samples", 0, known) if self.put_in(node) and not is_coupled else None
+        is_mixed = self.mixes(node, name) and (known or requires_grad(node))
+        return Flow("samples", 0, known) if self.put_in(node) and not is_mixed else None
 
     def normalise(self, node: fx.Node) -> None:
         """Note a normalisation over a micro-batch, or the whole batch, as ``SyncBatchNorm`` is."""
@@ -296,7 +295,8 @@ class _Follower:
             if self.flows[source].kind != "statistic" or tensor(source) is None:
                 continue
             axis = self.axes[source] if self.has_rows(source) else None
-            if axis is None or not self.is_place(node, source):
+            is_place = self.is_index(node, source) or (_is_integer(node) and _is_integer(source))
+            if axis is None or not is_place:
                 self.uses.append(StatisticUse(node, source, share, axis))
         numbers = self.changed(node)
         for name, value in arguments(node).items():
@@ -304,7 +304,7 @@ class _Follower:
             if is_read and tensor(value) is None and not is_size(node, name):
                 numbers[name] = value, value
         self.uses += [StatisticUse(node, name, share) for name in numbers]
-        return all(takes_tensor(node, name) for name in numbers)
+        return all(with_tensor(node, name) for name in numbers)
 
     def changed(self, node: fx.Node) -> dict[str, tuple[Any, Any]]:
         """Numbers among the arguments that are others for twice the samples; sizes, which have to
@@ -320,19 +320,16 @@ class _Follower:
             and any(map(_differ, tree_leaves(a), tree_leaves(b)))
         }
 
-    def is_place(self, node: fx.Node, index: fx.Node) -> bool:
-        """True if a call reads a value as places of samples, which are those in its slice."""
-        value, result = tensor(index), tensor(node)
-        if value is None or not _is_integer(value):
-            return False
+    def is_index(self, node: fx.Node, index: fx.Node) -> bool:
+        """True if a call reads a value as places of samples, as torch.arange(n) has them: they are
+        those in its slice.
+        """
         options, source = arguments(node), node.all_input_nodes[0]
-        dim, read = self.axes.get(source, SampleAxis(-1)).dim, tensor(source)
+        dim, value = self.axes.get(source, SampleAxis(-1)).dim, tensor(source)
         indices = options.get("indices", options.get("index"))
         if isinstance(indices, list | tuple):
-            return index in indices and indices.index(index) == dim
-        if indices is index and read is not None:
-            return dim in dims_along(node, read.dim())
-        return result is not None and _is_integer(result)
+            return _is_integer(index) and index in indices and indices.index(index) == dim
+        return indices is index and value is not None and dim in dims_along(node, value.dim())
 
     def mixes(self, node: fx.Node, name: str) -> bool:
         """True for an operation across samples whose result has samples."""
@@ -441,14 +438,9 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, fx.Node) and base_name(value) in ("zeros", "zeros_like", "new_zeros")
 
 
-def _is_sliced(value: Tensor | None, axis: SampleAxis) -> bool:
-    """True for samples that are no integers, which may be places of samples."""
-    has_samples = axis.dim >= 0 or axis.trouble == RAGGED
-    return has_samples and value is not None and not _is_integer(value)
-
-
-def _is_integer(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+def _is_integer(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and not (value.dtype.is_floating_point or value.dtype is torch.bool)
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -11,6 +11,10 @@ before the forward begins, and enter as tensors of the batch with one row per sa
 A slice's share of the count is that of its samples, so the loss of the batch stays the mean over
 samples of those of its slices. Where all labels count, nothing changes, not in one bit.
 
+So does whatever else is known before the forward, and that a slice has otherwise: a number made of
+that of the samples, ``1 / len(x)``, and a value with samples, such as ``x.softmax(0)``, of which
+each sample has its own row.
+
 A router's auxiliary loss multiplies two sums over all tokens of a batch, so it is right for the
 whole batch only. What it sums is made in the layers, and a sum has no samples that a slice could
 have: without more, the loss and all layers before it would be one operator. So such a sum gets one
@@ -47,7 +51,7 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.flows import SampleFlow, above
-from anabranch.graph.operations import BY_CLASS, COUNTS, FILLED, REDUCED, words
+from anabranch.graph.operations import BY_CLASS, COUNTS, REDUCED, words
 from anabranch.graph.sample_axis import SampleAxis
 
 WHOLE_BATCH_LOSS = "whole_batch_loss"
@@ -240,23 +244,14 @@ def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
     return insert(loss, _aten.sum.default, counts)
 
 
-def takes_tensor(call: fx.Node, argument: str) -> bool:
-    """True if a tensor can be put in place of a number."""
-    return base_name(call) in FILLED or _with_tensor(call, argument) is not None
-
-
-def _with_tensor(call: fx.Node, argument: str) -> Any:
+def with_tensor(call: fx.Node, argument: str) -> Any:
     """The overload of a call's operation that takes a tensor for a number; None without one."""
     packet, options = getattr(call.target, "overloadpacket", None), arguments(call)
-    for name in packet.overloads() if packet else ():
-        overload = getattr(packet, name)
-        kinds = {a.name: str(a.real_type) for a in overload._schema.arguments}
-        others = {a.name: str(a.real_type) for a in call.target._schema.arguments}  # type: ignore[union-attr]
-        is_alike = kinds.keys() == others.keys() and all(
-            kinds[name] == others[name] or options[name] is None or name == argument
-            for name in kinds
-        )
-        if is_alike and "Tensor" in kinds[argument]:
+    given = {name: value for name, value in options.items() if value is not None}
+    is_tensor = {name: isinstance(v, fx.Node) or name == argument for name, v in given.items()}
+    for overload in map(packet.__getattr__, packet.overloads()) if packet else ():
+        takes = {a.name: "Tensor" in str(a.real_type) for a in overload._schema.arguments}
+        if takes.keys() == options.keys() and is_tensor.items() <= takes.items():
             return overload
     return None
 
@@ -315,14 +310,11 @@ class WholeBatch:
         the batch as rows.
         """
         calls, nodes = program.calls, list(program.graph.nodes)
-        if not self.statistics:
-            put_in_rows(program, calls, self.sums)
-            return program
         values = [
             _number(nodes[s.position], s.argument) if s.argument else nodes[s.position]
             for s in self.statistics
         ]
-        statistics = _made(program, values)
+        statistics = _made(program, values) if values else None
         sources = dict(program.sources)
         rows: list[fx.Node] = []
         for name, value, statistic in zip(self.names, values, self.statistics, strict=True):
@@ -400,14 +392,8 @@ def _set_number(call: fx.Node, argument: str, number: fx.Node) -> None:
         dtype = torch.float32
     if dtype is not torch.bool:
         number = insert(call, _aten.to.dtype, number, dtype)
-    options, target = arguments(call), _with_tensor(call, argument)
-    if target is None:
-        filled = _inputs(call.target, options | {"fill_value": 1, "dtype": value.dtype})
-        ones = insert(call, call.target, *filled[0], **filled[1])
-        call.target, call.args, call.kwargs = _aten.mul.Tensor, (ones, number), {}
-    else:
-        call.target = target
-        call.args, call.kwargs = _inputs(target, options | {argument: number})
+    options, target = arguments(call), with_tensor(call, argument)
+    call.target, (call.args, call.kwargs) = target, _inputs(target, options | {argument: number})
 
 
 def _inputs(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
