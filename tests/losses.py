@@ -219,6 +219,15 @@ class SortedScores(Tokens):
         return (ranked * torch.linspace(0, 1, len(x), device=x.device)).sum()
 
 
+class Neighbours(Tokens):
+    """Compares each sample with the next one of the batch, by an index along the samples."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x)
+        following = (torch.arange(len(x), device=x.device) + 1) % len(x)
+        return (scores - scores[following]).square().mean()
+
+
 class FirstSampleWritten(Tokens):
     """A write to the first sample of the batch."""
 
@@ -361,6 +370,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "mixed": (Mixed, "weighted mean"),
     "numbers": (Numbers, "weighted mean"),
     "sorted scores": (SortedScores, "coupled"),
+    "neighbours": (Neighbours, "coupled"),
     "first sample written": (FirstSampleWritten, "coupled"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),

@@ -180,7 +180,7 @@ def is_in_order(index: fx.Node) -> bool:
     value = tensor(index)
     if value is not None and value.dtype is torch.bool:
         return True
-    while base_name(index) in ("unsqueeze", "to", "_to_copy"):
+    while base_name(index) in ("unsqueeze", "expand", "to", "_to_copy"):
         index = index.all_input_nodes[0]
     options = arguments(index)
     from_zero = options.get("start", 0) == 0 and options.get("step", 1) == 1

@@ -337,20 +337,23 @@ class _Follower:
         axis, value = self.axes.get(source, SampleAxis(-1)), tensor(source)
         if value is None:
             return False
-        dim, rank = axis.dim, value.dim()
+        dim, rank, options = axis.dim, value.dim(), arguments(node)
         if axis.trouble == RAGGED:
             dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
-            if name == "index":
-                index = dict(enumerate(arguments(node)["indices"])).get(dim)
-                return index is not None and not is_in_order(index)
-            if name in ("gather", "index_select"):
-                return dim in dims_along(node, rank)
         if dim < 0:
             return False
+        index = dict(enumerate(options["indices"])).get(dim) if name == "index" else None
+        if name in ("gather", "index_select") and dim in dims_along(node, rank):
+            index = options["index"]
+        if index is not None and not is_in_order(index):
+            # What is known of the batch alone names samples of all of it.
+            place, is_sample = self.axes[index], value.shape[dim] == self.program.samples
+            is_known = self.flows[index].known and place.dim >= 0 and not place.trouble
+            return axis.trouble == RAGGED or (is_known and is_sample)
         if name in ALONG | SCATTERS:
             return dim in dims_along(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return dim >= rank - len(arguments(node)["normalized_shape"])
+            return dim >= rank - len(options["normalized_shape"])
         if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
             return dim > 0
         if "scaled_dot_product" in name:
