@@ -180,8 +180,11 @@ def is_in_order(index: fx.Node) -> bool:
     value = tensor(index)
     if value is not None and value.dtype is torch.bool:
         return True
-    while base_name(index) in ("unsqueeze", "expand", "to", "_to_copy"):
-        index = index.all_input_nodes[0]
+    # arange(n)[:, None] is a slice that leaves nothing out.
+    while base_name(index) in ("unsqueeze", "expand", "to", "_to_copy", "slice"):
+        part, index = index, index.all_input_nodes[0]
+        if base_name(part) == "slice" and part.meta["val"].shape != index.meta["val"].shape:
+            return False
     options = arguments(index)
     from_zero = options.get("start", 0) == 0 and options.get("step", 1) == 1
     return base_name(index) == "arange" and from_zero

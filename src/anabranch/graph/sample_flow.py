@@ -329,7 +329,8 @@ class _Follower:
         indices = options.get("indices", options.get("index"))
         if isinstance(indices, list | tuple):
             return _is_integer(index) and index in indices and indices.index(index) == dim
-        return indices is index and value is not None and dim in dims_along(node, value.dim())
+        is_along = value is not None and dim in dims_along(node, value.dim())
+        return (indices is index and is_along) or options.get("offsets") is index
 
     def mixes(self, node: fx.Node, name: str) -> bool:
         """True for an operation across samples whose result has samples."""
