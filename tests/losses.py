@@ -197,7 +197,8 @@ class Mixed(Tokens):
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         log = self.scores(0.7 * x + 0.3 * x.flip(0))[:, 1].log_softmax(-1)
         own, place = label[:, 1].clamp(min=0), torch.arange(len(x), device=x.device)
-        return -0.7 * log[place[:, None], own[:, None]].mean() + 0.3 * F.nll_loss(log, own.roll(1, 0))
+        alike = log[place[:, None], own[:, None]].mean()
+        return 0.3 * F.nll_loss(log, own.roll(1, 0)) - 0.7 * alike
 
 
 class Numbers(Tokens):

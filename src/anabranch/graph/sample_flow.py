@@ -375,14 +375,12 @@ class _Follower:
             is_sliced = "additive" not in kinds and self.put_in(node)
             return self.reduced(node, name, moving, known) if is_sliced else None
         # Of values without samples alone.
-        degrees = {flow.degree for flow in moving}
-        (degree, *others) = sorted(degrees)
+        (degree, *others) = {flow.degree for flow in moving}
         if others:
             return None
         first = self.flows[sources[0]]
         is_divided = name == "div" and first.kind == "additive" and len(moving) == 1
-        is_by_count = is_divided and ("statistic" in kinds or bool(self.changed(node)))
-        share = is_by_count and degree == 0
+        share = is_divided and not degree and ("statistic" in kinds or bool(self.changed(node)))
         if name in LINEAR or name in ("stack", "cat"):
             is_sum = len(moving) == len(inputs)
         elif name in SCATTERS:
