@@ -183,20 +183,59 @@ class Saturated(Tokens):
         return (self.scores(x) / len(x)).exp().sum()
 
 
-class Squared(Tokens):
-    """A product with itself of what is divided by the batch size."""
+class KnownBefore(Tokens):
+    """Weights that are made of the batch alone, and that a slice of it has otherwise: some are
+    normalised or sorted over the samples, some count these; the first are written.
+    """
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
-        share = self.scores(x) / len(x)
-        return (share * share).sum()
+        n, first = len(x), torch.zeros(len(x), LENGTH, device=x.device)
+        first[:, 0], first[0] = 1 / n, 2
+        by_token = first + x[..., 0].softmax(0) + (x[..., 1] / n).exp() + x[..., 2].sort(0).values
+        by_sample = torch.linspace(0, 1, n) + torch.arange(n) / n + torch.full((n,), 1 / n).square()
+        same = label[:, None, 1] == label[None, :, 1]
+        weight = by_token + (by_sample + (torch.arange(n) < 3) + 1 / same.sum(1))[:, None]
+        return (self.scores(x).square().mean(-1) * weight).sum()
 
 
-class SquaredError(Tokens):
-    """A loss that is not linear in what is divided by the batch size."""
+class Mixed(Tokens):
+    """Samples mixed with those at the other end of the batch, and their labels likewise; entries of
+    the samples' own by their places.
+    """
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
-        share = self.scores(x) / len(x)
-        return F.mse_loss(share, torch.zeros_like(share), reduction="sum")
+        log = self.scores(0.7 * x + 0.3 * x.flip(0))[:, 1].log_softmax(-1)
+        own, place = label[:, 1].clamp(min=0), torch.arange(len(x), device=x.device)
+        alike = log[place[:, None], own[:, None]].mean()
+        return 0.3 * F.nll_loss(log, own.roll(1, 0)) - 0.7 * alike
+
+
+class Numbers(Tokens):
+    """Numbers that depend on that of the samples, in every place, and those of a count."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, n, count = self.scores(x), len(x), (label != -100).sum().item()
+        bounded = scores.clamp(max=1 / n) + (scores / (n // 2)).relu() * torch.full((), 1 / n)
+        power = (scores.abs() + 1 / float(count)).pow(1 / n) + self.head.bias * n
+        total = bounded.square().sum() / torch.tensor(float(n))
+        return total + power.mean() * (n + 1) ** 0.5 + 1 / n
+
+
+class SortedScores(Tokens):
+    """Scores by their rank in the batch."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        ranked = self.scores(x).mean((1, 2)).sort(0).values
+        return (ranked * torch.linspace(0, 1, len(x), device=x.device)).sum()
+
+
+class Neighbours(Tokens):
+    """Compares each sample with the next one of the batch, by an index along the samples."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores = self.scores(x)
+        following = (torch.arange(len(x), device=x.device) + 1) % len(x)
+        return (scores - scores[following]).square().mean()
 
 
 class FirstSampleWritten(Tokens):
@@ -326,7 +365,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "bounded": (Bounded, "mean"),
     "experts": (Experts, "mean"),
     "sum": (Sum, "sum"),
-    "times samples": (TimesSamples, "sum"),
+    "times samples": (TimesSamples, "mean"),
     "masked": (Masked, "weighted mean"),
     "masked by hand": (MaskedByHand, "weighted mean"),
     "chosen": (Chosen, "weighted mean"),
@@ -335,11 +374,14 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "margins of the chosen": (ChosenMargins, "coupled"),
     "written in place": (WrittenInPlace, "weighted mean"),
     "means compared": (MeansCompared, "coupled"),
-    "weighed": (Weighed, "mean"),
-    "saturated": (Saturated, "coupled"),
+    "weighed": (Weighed, "sum"),
+    "saturated": (Saturated, "sum"),
     "aligned": (Aligned, "mean"),
-    "squared": (Squared, "mean"),
-    "squared error": (SquaredError, "coupled"),
+    "known before": (KnownBefore, "sum"),
+    "mixed": (Mixed, "weighted mean"),
+    "numbers": (Numbers, "weighted mean"),
+    "sorted scores": (SortedScores, "coupled"),
+    "neighbours": (Neighbours, "coupled"),
     "first sample written": (FirstSampleWritten, "coupled"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),

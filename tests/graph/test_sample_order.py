@@ -36,7 +36,9 @@ REORDERED: dict[str, Callable[[Tensor], Tensor]] = {
     "neighbours": neighbours_swapped,
     "upside down": torch.flipud,
     "turned": lambda h: h.rot90(2, (0, 1)),
-    "taken by position": lambda h: h.take(torch.arange(h.numel()).flip(0).view(h.shape)),
+    "taken by position": lambda h: F.dropout(h, 0.0).take(
+        torch.arange(h.numel()).flip(0).view(h.shape)
+    ),
     "looked up": lambda h: F.embedding(torch.arange(len(h)).flip(0), h),
     "padded": lambda h: F.pad(h, (0, 0, 4, -4)),
 }

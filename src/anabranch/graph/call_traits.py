@@ -61,6 +61,13 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return values | node.kwargs
 
 
+def is_size(node: fx.Node, argument: str) -> bool:
+    """True for an argument that has whole numbers alone: sizes, dimensions, indices."""
+    schema = getattr(node.target, "_schema", None)
+    declared = schema.arguments if schema is not None else ()
+    return all("int" in str(a.real_type) for a in declared if a.name == argument)
+
+
 def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) -> int | None:
     """The samples' dimension or None; the values are those for both ``sizes``.
 

@@ -8,8 +8,10 @@ from typing import Literal
 
 from torch import fx
 
+from anabranch.graph.call_traits import arguments
 from anabranch.graph.flat_program import CallKey, upstream
 from anabranch.graph.loss_kinds import LossKind
+from anabranch.graph.sample_axis import SampleAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,19 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class StatisticUse:
-    """A call that reads a statistic: ``share`` is true where it divides a sum by it, which takes a
-    slice's share of that of the batch.
+    """A call that reads a statistic.
+
+    Attributes:
+        call: the reader.
+        argument: a value, or the name of the argument that has a number.
+        share: whether it divides a sum by it, which takes a slice's share of that of the batch.
+        axis: the samples of a value that has some.
     """
 
     call: fx.Node
-    argument: fx.Node
-    share: bool
+    argument: fx.Node | str
+    share: bool = False
+    axis: SampleAxis | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
     value = flow.flows[loss]
     if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
-    if above([use.call for use in flow.uses if use.share], loss):
+    numbers = {use: arguments(use.call).get(str(use.argument)) for use in flow.uses if use.share}
+    if above([use.call for use, n in numbers.items() if not isinstance(n, int | float)], loss):
         return "weighted mean"
     return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
 

@@ -76,16 +76,8 @@ ALONG = words(
     topk flip roll kthvalue
     """
 )
-FILLED = words("full full_like new_full")
-"""Operations that fill a tensor with one number."""
-
-PICKS = words(
-    """
-    select slice index gather index_select narrow getitem flip roll dropout diagonal split
-    split_with_sizes chunk tensor_split unbind
-    """
-)
-"""Operations that take entries of their first argument as they are, all by one factor."""
+NUMBERED = words("arange linspace logspace")
+"""Operations whose entries follow from their place in a tensor."""
 
 SCATTERS = words("select_scatter slice_scatter diagonal_scatter")
 """Operations that put a value into a part of another one."""

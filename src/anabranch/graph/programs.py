@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from anabranch.device import accelerator
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout
+from anabranch.graph.call_traits import arguments, is_size
 from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -36,45 +37,33 @@ def jump(
     samples and for twice as many; with the number of the first of them that it contradicts::
 
         x.mean() * 2                           the same for all
-        x.sum() / len(x)                       a power of the samples, or a multiple and a constant
-        x.mean() * (2 if len(x) > 5 else 1)    jumps: slices of a batch would have another loss
+        x.sum() / len(x)                       another for each: that of the whole batch is put in
+        x.mean() * (2 if len(x) > 9 else 1)    jumps: slices of a batch would have another loss
 
     Sizes are left out: they have to fit the tensors, or nothing runs.
     """
-    ratio = other.samples / program.samples
     for calls in zip(program.calls, twice.calls, other.calls, strict=True):
         numbers = [tree_leaves(list(_values(call))) for call in calls]
         if len({len(values) for values in numbers}) > 1:
             continue  # lists of tensors
         for a, b, value in zip(*numbers, strict=True):
-            if not _follows(a, b, value, ratio):
+            if _jumps(a, b, value):
                 return calls[2], a if value != a else b, value
     return None
 
 
 def _values(call: fx.Node) -> Iterator[Any]:
     """Arguments that are neither tensors nor sizes."""
-    schema = getattr(call.target, "_schema", None)
-    named = [] if schema is None else schema.arguments
-    kinds = {argument.name: str(argument.real_type) for argument in named}
-    positional = zip([argument.name for argument in named], call.args, strict=False)
-    for name, value in (*positional, *call.kwargs.items()):
-        if "SymInt" not in kinds[name] and not isinstance(value, fx.Node | torch.device):
+    for name, value in arguments(call).items():
+        if not (is_size(call, name) or isinstance(value, fx.Node | torch.device)):
             yield value
 
 
-def _follows(a: Any, b: Any, value: Any, ratio: float) -> bool:
-    if any(isinstance(number, fx.Node | torch.device) for number in (a, b, value)):
-        return True
-    if not all(type(number) in (int, float) for number in (a, b, value)):
-        return bool(a == b == value)
-    if a == b:
-        return bool(value == a)
-    expected = [a + (b - a) * (ratio - 1)]
-    if a * b > 0:
-        expected.append(a * ratio ** math.log2(b / a))
-    is_law = any(math.isclose(value, number, rel_tol=1e-6) for number in expected)
-    return is_law or value not in (a, b)  # other laws, 1 / (n - 1), do not say a number twice
+def _jumps(a: Any, b: Any, value: Any) -> bool:
+    """True unless a number is always the same, or another for twice the samples."""
+    are_numbers = all(type(number) in (int, float) for number in (a, b, value))
+    is_any = any(isinstance(number, fx.Node | torch.device) for number in (a, b, value))
+    return not is_any and (a == b or not are_numbers) and not a == b == value
 
 
 Signature = list[tuple[str, str]]
@@ -204,7 +193,10 @@ class Programs:
         """The tensors of a batch that tensors and statistics of these names are made of."""
         own = names - self.statistics
         program = self.at(self.samples).statistics
-        return own if own == names or program is None else own | program.leaves
+        if own == names or program is None:
+            return own
+        # Statistics of no tensor are those of the number of samples.
+        return own | program.leaves or frozenset(self.exporter.layout.names[:1])
 
     def with_statistics(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name, dims_along, keyed, tensor
-from anabranch.graph.flat_program import BATCH_LEAF, CallKey, FlatProgram
+from anabranch.graph.flat_program import CallKey, FlatProgram
 from anabranch.graph.operations import KEEPS_ORDER, LOOKUPS, RANDOM, words
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
@@ -66,14 +66,11 @@ def sample_axes(
     """The sample axis of every tensor of a program; ``other`` has twice its samples. The calls in
     ``reordering`` do not keep the order of folded samples, though their sizes look like it.
     """
-    twins = dict(zip(program.calls, other.calls, strict=True))
+    twins = dict(zip(program.graph.nodes, other.graph.nodes, strict=True))
     unordered = {node for key, node in keyed(program.calls) if key in reordering}
     axes: dict[fx.Node, SampleAxis] = {}
     for node in program.graph.nodes:
-        if node.op == "placeholder":
-            is_leaf = program.sources[node].kind == BATCH_LEAF
-            axes[node] = SampleAxis(0 if is_leaf else -1)
-        elif node.op == "call_function":
+        if node.op in ("placeholder", "call_function"):
             here, there = tensor(node), tensor(twins[node])
             if here is not None and there is not None:
                 axis = _axis(node, here, there, program.samples, axes)
@@ -183,8 +180,11 @@ def is_in_order(index: fx.Node) -> bool:
     value = tensor(index)
     if value is not None and value.dtype is torch.bool:
         return True
-    while base_name(index) in ("unsqueeze", "to", "_to_copy"):
-        index = index.all_input_nodes[0]
+    # arange(n)[:, None] is a slice that leaves nothing out.
+    while base_name(index) in ("unsqueeze", "expand", "to", "_to_copy", "slice"):
+        part, index = index, index.all_input_nodes[0]
+        if base_name(part) == "slice" and part.meta["val"].shape != index.meta["val"].shape:
+            return False
     options = arguments(index)
     from_zero = options.get("start", 0) == 0 and options.get("step", 1) == 1
     return base_name(index) == "arange" and from_zero

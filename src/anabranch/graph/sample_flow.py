@@ -4,18 +4,19 @@ A batch is computed in slices. Read in program order, each value of the program 
 
     constant    without samples: parameters, buffers, numbers
     samples     one part per sample, which depends on that sample alone
-    additive    one for the batch: a sum over samples, times a power of their number (``degree``)
-    statistic   one for the batch, of the batch's own tensors alone: a count of labels
+    additive    one for the batch: a sum over samples (``degree`` 0), or a mean (-1)
+    statistic   known of the batch's own tensors, and not of their slices: a count, x.softmax(0)
     coupled     anything else that several samples decide: right for the whole batch only
 
 What a sum or a mean of the batch is follows from those of its slices::
 
     value of the batch  =  sum over slices of  (n / n_slice) ** degree  *  value of the slice
 
-    loss.sum()  degree 0        loss.mean()  degree -1        loss.mean() * n  degree 0
+    loss.sum()  degree 0        loss.mean()  degree -1
 
 A statistic is known before the forward begins, so it is put in as that of the whole batch
-(``whole_batch``); a sum that is divided by one is then a *weighted mean*, and just as additive.
+(``whole_batch``), and so is a number that is made of that of the samples. A sum that is divided by
+a statistic is a *weighted mean*, and just as additive.
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
@@ -28,6 +29,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -36,14 +38,17 @@ from anabranch.graph.call_traits import (
     base_name,
     dims_along,
     has_classes,
+    is_size,
     tensor,
     value_inputs,
 )
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
+    CONSTANT,
     PARAMETER,
     FlatProgram,
     frame,
+    requires_grad,
     schema_name,
     trains_norm,
     written,
@@ -56,14 +61,15 @@ from anabranch.graph.operations import (
     BY_CLASS,
     CONVOLUTIONS,
     COUNTS,
-    FILLED,
     LINEAR,
-    PICKS,
+    NUMBERED,
     PRODUCTS,
+    RANDOM,
     REDUCED,
     SCATTERS,
 )
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_in_order, sample_axes
+from anabranch.graph.whole_batch import with_tensor
 
 
 def sample_flow(
@@ -77,7 +83,7 @@ class _Follower:
     def __init__(
         self, program: FlatProgram, other: FlatProgram, module: nn.Module, assumption: Assumption
     ) -> None:
-        self.program = program
+        self.program, self.other = program, other
         self.module = module
         self.assumption = assumption
         self.twins = dict(zip(program.graph.nodes, other.graph.nodes, strict=True))
@@ -96,6 +102,8 @@ class _Follower:
                 is_leaf = source.kind == BATCH_LEAF
                 kind: Any = "samples" if is_leaf else "constant"
                 self.flows[node] = Flow(kind, 0, source.kind != PARAMETER)
+                if source.kind == CONSTANT and not self.is_same(node):
+                    self.flows[node] = Flow("statistic", is_sum=False)
             elif node.op == "get_attr":
                 self.flows[node] = Flow("constant")
             elif node.op == "call_function":
@@ -108,6 +116,12 @@ class _Follower:
             tuple(dict.fromkeys(self.uses)),
             tuple(dict.fromkeys(self.assumed)),
         )
+
+    def is_same(self, node: fx.Node) -> bool:
+        """True if a tensor made of Python's numbers is the same for any number of samples."""
+        pair = ((self.program, node), (self.other, self.twins[node]))
+        here, there = (p.constants[p.sources[n].name] for p, n in pair)
+        return here.shape == there.shape and (here.is_meta or torch.equal(here, there))
 
     def write(self, node: fx.Node) -> None:
         """Mark every value that shares the memory of what a call writes in place."""
@@ -133,32 +147,61 @@ class _Follower:
         return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
-        inputs = [self.flows[n] for n in value_inputs(node)]
-        known = all(flow.known for flow in inputs)
-        kinds = {flow.kind for flow in inputs}
+        read = value_inputs(node)
+        # Random numbers are drawn in the forward, so nothing made of them is known before it.
+        is_random = any(word in base_name(node) for word in RANDOM)
+        known = all(self.flows[source].known for source in read) and not is_random
         axis = self.axes.get(node, SampleAxis(-1))
+        # Where rows of the whole batch are put in, they are as a tensor of the batch is.
+        inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
         if axis.dim < 0 or axis.trouble == PAIRS:
             assumed = self.by_assumption(node, inputs, known)
             if assumed is not None:
                 return assumed
+        return self.sliced(node, axis, inputs, known) or self.together(node, axis, known)
+
+    def sliced(
+        self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool
+    ) -> Flow | None:
+        """The flow of a value that slices of a batch tell, with statistics of the whole batch put
+        in; None for others.
+        """
+        kinds = {flow.kind for flow in inputs}
         if axis.trouble == PAIRS or "coupled" in kinds:
-            self.coupling.append(node)
-            has_axis = axis.dim >= 0 and axis.trouble != PAIRS
-            return Flow("samples" if has_axis else "coupled", 0, known)
+            return None
         if kinds <= {"constant"}:
             return self.without_samples(node, axis, known)
+        # What is known is the whole batch's until something learned reads it.
+        of_rows = (self.has_rows(n) and not self.is_index(node, n) for n in value_inputs(node))
+        is_part = base_name(node) == "getitem" and inputs[0].kind == "statistic" and axis.dim >= 0
+        if known and axis.trouble != RAGGED and (is_part or any(of_rows)):
+            return None
         if tensor(node) is None:
             return self.several(node, inputs, known)
         if axis.dim >= 0 or axis.trouble == RAGGED:
-            return self.per_sample(node, axis, inputs, known)
+            return self.per_sample(node, inputs, known)
         if self.counts_reordered(node):
             return Flow("constant", 0, known, counts=True)
         flow = self.for_batch(node, inputs, known)
-        if flow.kind == "additive" and known:
+        if known and flow is not None and flow.kind == "additive":
             return Flow("statistic", flow.degree)
-        if flow.kind == "coupled":
-            self.coupling.append(node)
         return flow
+
+    def together(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
+        """The flow of a value that the whole batch tells alone: put in where it is known."""
+        self.uses = [use for use in self.uses if use.call is not node]
+        if known and not axis.trouble:
+            return Flow("statistic", is_sum=False)
+        if known:
+            return Flow("coupled")  # its readers have the whole batch
+        self.coupling.append(node)
+        has_axis = (axis.dim >= 0 or axis.trouble == RAGGED) and axis.trouble != PAIRS
+        return Flow("samples" if has_axis else "coupled", 0, False)
+
+    def has_rows(self, node: fx.Node) -> bool:
+        """True for a value with samples that is known of the whole batch alone."""
+        is_statistic = self.flows[node].kind == "statistic"
+        return is_statistic and self.axes.get(node, SampleAxis(-1)).dim >= 0
 
     def by_assumption(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """A value of an unknown operator in which the samples cannot be seen; None for others.
@@ -205,110 +248,89 @@ class _Follower:
             and (not value.is_floating_point() or base_name(node).rstrip("_") in COUNTS)
         )
 
-    def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
-        """A value made of constants alone, such as torch.arange(n)."""
+    def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow | None:
+        """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
-            scale = (
-                self.scale(node, name, sizes=False) if (name := base_name(node)) in FILLED else 0
-            )
-            if scale is None:
-                self.coupling.append(node)
-            return Flow("samples", scale or 0, known)
-        changed = [(a, b) for a, b in self.numbers(node) if a != b]
-        if not changed:
-            return Flow("constant", 0, known)
-        # Made of the number of samples, such as torch.tensor(len(x)).
-        if known and all(b == 2 * a for a, b in changed):
-            return Flow("statistic")
-        self.coupling.append(node)
-        return Flow("coupled", 0, known)
+            is_place = bool(axis.trouble) and _is_integer(node)
+            is_alike = base_name(node) not in NUMBERED and self.put_in(node)
+            return Flow("samples", 0, known) if is_place or is_alike else None
+        changed = self.changed(node)
+        if known and changed:
+            # Made of the number of samples, such as torch.tensor(len(x)).
+            is_sum = all(b == 2 * a for a, b in changed.values())
+            return Flow("statistic", is_sum=is_sum)
+        return Flow("constant", 0, known) if self.put_in(node) else None
 
-    def several(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow:
-        """Several tensors, each of which ``getitem`` takes out."""
+    def several(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
+        """Several tensors, each of which ``getitem`` takes out; or a number."""
         name = base_name(node)
         if name in BATCH_NORMS:
             self.normalise(node)
         if {flow.kind for flow in inputs} <= {"constant", "statistic"}:
             return Flow("statistic", 0, known)
-        degree = self.degree(node, name, inputs)
-        if degree is None and not known:
-            self.coupling.append(node)
-        return Flow("samples", degree or 0, known)
+        # The order of what is sorted may be undone later.
+        is_mixed = self.mixes(node, name) and (known or requires_grad(node))
+        return Flow("samples", 0, known) if self.put_in(node) and not is_mixed else None
 
     def normalise(self, node: fx.Node) -> None:
         """Note a normalisation over a micro-batch, or the whole batch, as ``SyncBatchNorm`` is."""
         is_whole = isinstance(self.module.get_submodule(frame(node)), nn.SyncBatchNorm)
         (self.coupling if is_whole else self.normalised).append(node)
 
-    def per_sample(self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool) -> Flow:
+    def per_sample(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """A value with samples."""
-        self.note_uses(node)
         name = base_name(node).rstrip("_")
-        degree = self.degree(node, name, inputs)
         is_coupled = any(flow.kind == "additive" for flow in inputs) or self.mixes(node, name)
-        # What is made of the batch alone belongs to no operator: numbers tell.
-        if is_coupled or (degree is None and not known):
-            self.coupling.append(node)
-            return Flow("samples", 0, known)
+        if is_coupled or not self.put_in(node):
+            return None
         if name in BATCH_NORMS and trains_norm(node):
             self.normalise(node)
-        return Flow("samples", degree or 0, known)
+        return Flow("samples", 0, known)
 
-    def degree(self, node: fx.Node, name: str, inputs: list[Flow]) -> int | None:
-        """The power of the number of samples in a value with samples; None where it depends on
-        that number otherwise, so that a slice has another value than the batch.
+    def put_in(self, node: fx.Node, *, share: bool = False) -> bool:
+        """Note the statistics and the numbers that a call reads of the whole batch; False if it
+        takes no tensor in place of such a number.
         """
-        # One value may be several arguments, as in x * x.
-        read = [self.flows[n] for n in tree_leaves([*node.args]) if isinstance(n, fx.Node)]
-        degrees = [flow.degree for flow in read if flow.kind == "samples"]
-        scale = self.scale(node, name, sizes=False)
-        if scale is None or not (scale or any(degrees)):
-            return scale
-        if name == "mul" or name in PRODUCTS - {"addmm", "linear"}:
-            return sum(degrees) + scale
-        first = inputs[0]
-        if name == "div" and first.kind == "samples":
-            return first.degree + scale - sum(degrees[1:])
-        start, stop = _TERMS.get(name, (0, 0))
-        terms = tree_leaves(list(node.args[start:stop]))
-        is_sum = bool(terms) and all(
-            isinstance(term, fx.Node) and self.flows[term].kind == "samples" for term in terms
-        )
-        factors = {self.flows[term].degree for term in terms if is_sum} or set(degrees)
-        is_linear = is_sum or name in LINEAR | PICKS
-        return factors.pop() if is_linear and len(factors) == 1 else None
+        for source in value_inputs(node):
+            if self.flows[source].kind != "statistic" or tensor(source) is None:
+                continue
+            axis = self.axes[source] if self.has_rows(source) else None
+            is_place = self.is_index(node, source) or (_is_integer(node) and _is_integer(source))
+            if axis is None or not is_place:
+                self.uses.append(StatisticUse(node, source, share, axis))
+        numbers = self.changed(node)
+        for name, value in arguments(node).items():
+            is_read = isinstance(value, fx.Node) and self.flows[value].kind == "statistic"
+            if is_read and tensor(value) is None and not is_size(node, name):
+                numbers[name] = value, value
+        self.uses += [StatisticUse(node, name, share) for name in numbers]
+        return all(with_tensor(node, name) for name in numbers)
 
-    def note_uses(self, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if self.flows[source].kind == "statistic" and tensor(source) is not None:
-                self.uses.append(StatisticUse(node, source, share=False))
-
-    def scale(self, node: fx.Node, name: str, *, sizes: bool = True) -> int | None:
-        """The power of the number of samples that a product with a number has, None for others."""
-        numbers = self.numbers(node, sizes=sizes)
-        changed = [(a, b) for a, b in numbers if a != b and not math.isnan(a)]
-        if not changed:
-            return 0
-        (small, large), *others = changed
-        if others or name not in ("mul", "div", *FILLED) or small * large <= 0:
-            return None
-        power = math.log2(large / small)
-        if not power.is_integer():
-            return None
-        return int(-power if name == "div" else power)
-
-    def numbers(self, node: fx.Node, *, sizes: bool = True) -> list[tuple[float, float]]:
-        """Numbers among the arguments, for the samples of each program; or those that are no
-        ``sizes``, which have to fit the tensors.
+    def changed(self, node: fx.Node) -> dict[str, tuple[Any, Any]]:
+        """Numbers among the arguments that are others for twice the samples; sizes, which have to
+        fit the tensors, only where the result has no samples.
         """
-        schema = getattr(node.target, "_schema", None)
-        kinds = {} if schema is None else {a.name: str(a.real_type) for a in schema.arguments}
-        leaves = (
-            tree_leaves([v for k, v in arguments(n).items() if sizes or "int" not in kinds[k]])
-            for n in (node, self.twins[node])
-        )
-        pairs = zip(*leaves, strict=True)
-        return [(a, b) for a, b in pairs if _is_number(a) and _is_number(b)]
+        axis = self.axes.get(node, SampleAxis(-1, trouble=RAGGED))
+        has_samples = axis.dim >= 0 or axis.trouble == RAGGED
+        pairs = zip(arguments(node).items(), arguments(self.twins[node]).values(), strict=True)
+        return {
+            name: (a, b)
+            for (name, a), b in pairs
+            if not (has_samples and is_size(node, name))
+            and any(map(_differ, tree_leaves(a), tree_leaves(b)))
+        }
+
+    def is_index(self, node: fx.Node, index: fx.Node) -> bool:
+        """True if a call reads a value as places of samples, as torch.arange(n) has them: they are
+        those in its slice.
+        """
+        options, source = arguments(node), node.all_input_nodes[0]
+        dim, value = self.axes.get(source, SampleAxis(-1)).dim, tensor(source)
+        indices = options.get("indices", options.get("index"))
+        if isinstance(indices, list | tuple):
+            return _is_integer(index) and index in indices and indices.index(index) == dim
+        is_along = value is not None and dim in dims_along(node, value.dim())
+        return (indices is index and is_along) or options.get("offsets") is index
 
     def mixes(self, node: fx.Node, name: str) -> bool:
         """True for an operation across samples whose result has samples."""
@@ -316,78 +338,63 @@ class _Follower:
         axis, value = self.axes.get(source, SampleAxis(-1)), tensor(source)
         if value is None:
             return False
-        dim, rank = axis.dim, value.dim()
+        dim, rank, options = axis.dim, value.dim(), arguments(node)
         if axis.trouble == RAGGED:
             dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
-            if name == "index":
-                index = dict(enumerate(arguments(node)["indices"])).get(dim)
-                return index is not None and not is_in_order(index)
-            if name in ("gather", "index_select"):
-                return dim in dims_along(node, rank)
         if dim < 0:
             return False
+        index = dict(enumerate(options["indices"])).get(dim) if name == "index" else None
+        if name in ("gather", "index_select") and dim in dims_along(node, rank):
+            index = options["index"]
+        if index is not None and not is_in_order(index):
+            # What is known of the batch alone names samples of all of it.
+            place, is_sample = self.axes[index], value.shape[dim] == self.program.samples
+            is_known = self.flows[index].known and place.dim >= 0 and not place.trouble
+            return axis.trouble == RAGGED or (is_known and is_sample)
         if name in ALONG | SCATTERS:
             return dim in dims_along(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return dim >= rank - len(arguments(node)["normalized_shape"])
+            return dim >= rank - len(options["normalized_shape"])
         if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
             return dim > 0
         if "scaled_dot_product" in name:
             return dim >= rank - 2
         return False
 
-    def for_batch(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow:
+    def for_batch(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """A value without samples that is made from some."""
         name = base_name(node).rstrip("_")
         sources = node.all_input_nodes
         kinds = {flow.kind for flow in inputs}
-        nothing = Flow("coupled", 0, known)
         if kinds <= {"constant", "statistic"}:
             if known:
                 return self.of_statistics(node, name, inputs)
-            self.note_uses(node)
-            return Flow("constant", 0, False)
-        scale = self.scale(node, name)
-        if scale is None:
-            return nothing
+            return Flow("constant", 0, False) if self.put_in(node) else None
         moving = [flow for flow in inputs if flow.kind in ("samples", "additive")]
         if kinds & {"samples"}:
-            if "additive" in kinds:
-                return nothing
-            self.note_uses(node)
-            return self.reduced(node, name, moving, known)
+            is_sliced = "additive" not in kinds and self.put_in(node)
+            return self.reduced(node, name, moving, known) if is_sliced else None
         # Of values without samples alone.
-        degrees = {flow.degree for flow in moving}
-        (degree, *others) = sorted(degrees)
+        (degree, *others) = {flow.degree for flow in moving}
         if others:
-            return nothing
+            return None
         first = self.flows[sources[0]]
+        is_divided = name == "div" and first.kind == "additive" and len(moving) == 1
+        share = is_divided and not degree and ("statistic" in kinds or bool(self.changed(node)))
         if name in LINEAR or name in ("stack", "cat"):
-            is_whole = len(moving) == len(inputs)
-            return Flow("additive", degree, known) if is_whole else nothing
-        if name in SCATTERS:
+            is_sum = len(moving) == len(inputs)
+        elif name in SCATTERS:
             # What is left of a constant is its own mean, and a sum where it is zero.
             is_sum = len(moving) == len(inputs) or degree == -1 or _is_zero(sources[0])
-            return Flow("additive", degree, known) if is_sum else nothing
-        if name in ("add", "sub", "rsub"):
+        elif name in ("add", "sub", "rsub"):
             # A constant is its own mean, and no sum.
             is_sum = self.all_add(node, moving, degree)
-            return Flow("additive", degree, known) if is_sum else nothing
-        if name == "div" and first.kind == "additive" and len(moving) == 1:
-            share = degree == 0
-            for source in sources[1:]:
-                if self.flows[source].kind == "statistic":
-                    if base_name(source) == "item":
-                        (source,) = source.all_input_nodes
-                    self.uses.append(StatisticUse(node, source, share))
-                    return Flow("additive", degree - share, known)
-            return Flow("additive", degree + scale, known)
-        if name in ("mul", "where") and len(moving) == 1:
-            self.note_uses(node)
-            return Flow("additive", degree + scale, known)
-        if name == "linear" and len(moving) == 1 and first.kind == "additive" and degree == -1:
-            return Flow("additive", degree, known)
-        return nothing
+        elif name == "linear":
+            is_sum = len(moving) == 1 and first.kind == "additive" and degree == -1
+        else:
+            is_sum = is_divided or (name in ("mul", "where") and len(moving) == 1)
+        is_sum = is_sum and self.put_in(node, share=share)
+        return Flow("additive", degree - share, known) if is_sum else None
 
     def of_statistics(self, node: fx.Node, name: str, inputs: list[Flow]) -> Flow:
         """A statistic, which is a sum where it is linear in one, or adds several up."""
@@ -400,7 +407,7 @@ class _Follower:
             first, *others = node.args or (None,)
             is_linear = name in LINEAR or (name in ("mul", "div") and isinstance(first, fx.Node))
             is_sum &= is_linear and not any(isinstance(other, fx.Node) for other in others)
-        return Flow("statistic", degree, is_sum=is_sum and self.scale(node, name) == 0)
+        return Flow("statistic", degree, is_sum=is_sum and not self.changed(node))
 
     def all_add(self, node: fx.Node, moving: list[Flow], degree: int) -> bool:
         """True if all terms of a sum have that degree; constants are means."""
@@ -408,42 +415,20 @@ class _Follower:
         constant = len(terms) - len(moving)
         return constant == 0 or degree == -1 or any(_is_number(t) and t == 0 for t in terms)
 
-    def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow:
+    def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow | None:
         """A reduction over the samples."""
-        degrees = [flow.degree for flow in moving]
-        nothing = Flow("coupled", 0, known)
         ragged = any(
             self.axes.get(n, SampleAxis(-1)).trouble == RAGGED for n in node.all_input_nodes
         )
         if name in REDUCED:
             how = arguments(node).get("reduction")
-            if any(degrees) or how not in (1, 2):
-                return nothing
-            if how == 2:
-                return Flow("additive", 0, known)
-            if ragged or (name in BY_CLASS and has_classes(node)):
-                return nothing
-            return Flow("additive", -1, known)
-        if len(set(degrees)) > 1 and name not in PRODUCTS:
-            return nothing
-        if name in COUNTS and not ragged and _adds_to_nothing(node, name):
-            return Flow("additive", degrees[0], known)
-        if name == "sum":
-            return Flow("additive", degrees[0], known)
+            is_mean = how == 1 and not (ragged or (name in BY_CLASS and has_classes(node)))
+            return Flow("additive", -1 if is_mean else 0, known) if is_mean or how == 2 else None
         if name == "mean":
-            return nothing if ragged else Flow("additive", degrees[0] - 1, known)
-        if name in PRODUCTS and len(moving) == 2:
-            return Flow("additive", sum(degrees), known)
-        return nothing
-
-
-_TERMS = {
-    **dict.fromkeys(("add", "sub", "rsub", *SCATTERS), (0, 2)),
-    **dict.fromkeys(("cat", "stack"), (0, 1)),
-    "where": (1, 3),
-    "broadcast_tensors": (0, 1),
-}
-"""Sums, and what has entries of several values -> the interval of arguments that are these."""
+            return None if ragged else Flow("additive", -1, known)
+        is_count = name in COUNTS and not ragged and _adds_to_nothing(node, name)
+        is_sum = is_count or name == "sum" or (name in PRODUCTS and len(moving) == 2)
+        return Flow("additive", 0, known) if is_sum else None
 
 
 def _adds_to_nothing(node: fx.Node, name: str) -> bool:
@@ -453,6 +438,15 @@ def _adds_to_nothing(node: fx.Node, name: str) -> bool:
 
 def _is_zero(value: Any) -> bool:
     return isinstance(value, fx.Node) and base_name(value) in ("zeros", "zeros_like", "new_zeros")
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and not (value.dtype.is_floating_point or value.dtype is torch.bool)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return _is_number(a) and _is_number(b) and a != b and not math.isnan(a)
 
 
 def _is_number(value: Any) -> bool:

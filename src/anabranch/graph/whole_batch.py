@@ -11,6 +11,10 @@ before the forward begins, and enter as tensors of the batch with one row per sa
 A slice's share of the count is that of its samples, so the loss of the batch stays the mean over
 samples of those of its slices. Where all labels count, nothing changes, not in one bit.
 
+So does whatever else is known before the forward, and that a slice has otherwise: a number made of
+that of the samples, ``1 / len(x)``, and a value with samples, such as ``x.softmax(0)``, of which
+each sample has its own row.
+
 A router's auxiliary loss multiplies two sums over all tokens of a batch, so it is right for the
 whole batch only. What it sums is made in the layers, and a sum has no samples that a slice could
 have: without more, the loss and all layers before it would be one operator. So such a sum gets one
@@ -48,6 +52,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import SampleFlow, above
 from anabranch.graph.operations import BY_CLASS, COUNTS, REDUCED, words
+from anabranch.graph.sample_axis import SampleAxis
 
 WHOLE_BATCH_LOSS = "whole_batch_loss"
 """Path of the calls that read rows, and the name of their operator."""
@@ -187,10 +192,8 @@ def chosen_means(program: FlatProgram) -> FlatProgram:
         if count is None:
             continue
         target = _aten.sum.default if is_mean else node.target
-        summed = options if is_mean else options | {"reduction": _SUM}
-        by_name = [a.name for a in target._schema.arguments if a.kwarg_only]  # type: ignore[union-attr]
-        keywords = {name: summed.pop(name) for name in by_name if name in summed}
-        total = insert(node, target, *summed.values(), **keywords)
+        in_order, by_name = _inputs(target, options | {"reduction": _SUM})
+        total = insert(node, target, *in_order, **by_name)
         node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
         program.graph.erase_node(node)
     return program
@@ -241,29 +244,59 @@ def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
     return insert(loss, _aten.sum.default, counts)
 
 
+def with_tensor(call: fx.Node, argument: str) -> Any:
+    """The overload of a call's operation that takes a tensor for a number; None without one."""
+    packet, options = getattr(call.target, "overloadpacket", None), arguments(call)
+    given = {name: value for name, value in options.items() if value is not None}
+    is_tensor = {name: isinstance(v, fx.Node) or name == argument for name, v in given.items()}
+    for overload in map(packet.__getattr__, packet.overloads()) if packet else ():
+        takes = {a.name: "Tensor" in str(a.real_type) for a in overload._schema.arguments}
+        if takes.keys() == options.keys() and is_tensor.items() <= takes.items():
+            return overload
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A value that is that of the whole batch in its slices.
+
+    Attributes:
+        position: of a node in the program.
+        argument: name of an argument of it that is a number; empty for its own value.
+        share: whether a slice has its share of it, a sum over rows.
+        axis: the samples of a value that has some.
+    """
+
+    position: int
+    argument: str
+    share: bool
+    axis: SampleAxis | None
+
+
 @dataclass(frozen=True)
 class WholeBatch:
     """Calls that read statistics, by positions in the program, equal for any number of samples.
 
     Attributes:
-        statistics: calls whose values are needed of the whole batch; those in ``shares`` as the
-            share of a slice, which then is a sum over rows.
-        uses: (reading call, number of the statistic).
+        statistics: what is needed of the whole batch.
+        uses: (position of the reading node, number of the statistic).
         sums: calls whose values reach a coupled loss as rows, see ``batch_sums``.
     """
 
-    statistics: tuple[tuple[int, bool], ...]
+    statistics: tuple[Statistic, ...]
     uses: tuple[tuple[int, int], ...]
     sums: Sums = ()
 
     @staticmethod
     def of(program: FlatProgram, flow: SampleFlow) -> WholeBatch:
         """The statistics of the whole batch that a program reads."""
-        position = {node: i for i, node in enumerate(program.calls)}
-        numbers: dict[tuple[int, bool], int] = {}
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        numbers: dict[Statistic, int] = {}
         uses = []
         for use in flow.uses:
-            key = position[use.argument], use.share
+            read = use.argument
+            node, name = (use.call, read) if isinstance(read, str) else (read, "")
+            key = Statistic(position[node], name, use.share, use.axis)
             uses.append((position[use.call], numbers.setdefault(key, len(numbers))))
         return WholeBatch(tuple(numbers), tuple(uses), batch_sums(program, flow))
 
@@ -276,56 +309,95 @@ class WholeBatch:
         """The program of a slice, which reads the statistics as tensors of the batch, and sums of
         the batch as rows.
         """
-        calls = program.calls
-        if not self.statistics:
-            put_in_rows(program, calls, self.sums)
-            return program
-        statistics = self._made(program)
+        calls, nodes = program.calls, list(program.graph.nodes)
+        values = [
+            _number(nodes[s.position], s.argument) if s.argument else nodes[s.position]
+            for s in self.statistics
+        ]
+        statistics = _made(program, values) if values else None
         sources = dict(program.sources)
-        values: list[fx.Node] = []
-        for number, (call, share) in enumerate(self.statistics):
-            statistic = calls[call]
-            like = statistic.meta["val"]
-            dtype = torch.float64 if share else like.dtype
+        rows: list[fx.Node] = []
+        for name, value, statistic in zip(self.names, values, self.statistics, strict=True):
             with program.graph.inserting_before(calls[0]):
-                rows = program.graph.placeholder(self.names[number].replace(" ", "_"))
-            value = torch.empty_like(like, dtype=dtype, requires_grad=False)
-            set_value(rows, value.new_empty((program.samples, *like.shape)))
-            sources[rows] = PlaceholderSource(BATCH_LEAF, self.names[number])
-            values.append(rows)
-        for call, number in self.uses:
-            reader = calls[call]
-            index, share = self.statistics[number]
-            if share:
-                total = insert(reader, _aten.sum.dim_IntList, values[number], [0])
-                read = insert(reader, _aten.to.dtype, total, reader.meta["val"].dtype)
+                rows.append(program.graph.placeholder(name.replace(" ", "_")))
+            like = _as_rows(value.meta["val"].detach(), statistic, program.samples)
+            set_value(rows[-1], torch.empty_like(like))
+            sources[rows[-1]] = PlaceholderSource(BATCH_LEAF, name)
+        for position, number in self.uses:
+            reader, statistic = nodes[position], self.statistics[number]
+            result = reader.meta["val"]
+            if statistic.axis is not None:
+                dim = statistic.axis.dim
+                moved = insert(reader, _aten.movedim.int, rows[number], 0, dim + 1)
+                read = insert(reader, _aten.flatten.using_ints, moved, dim, dim + 2)
+            elif statistic.share:
+                read = insert(reader, _aten.sum.dim_IntList, rows[number], [0])
+                read = insert(reader, _aten.to.dtype, read, result.dtype)
             else:
-                read = insert(reader, _aten.select.int, values[number], 0, 0)
-            statistic = calls[index]
-            for source in reader.all_input_nodes:
-                # A number that was asked for (``item``) is the tensor that it is of.
-                if source is statistic or (base_name(source), *source.args) == ("item", statistic):
-                    reader.replace_input_with(source, read)
+                read = insert(reader, _aten.select.int, rows[number], 0, 0)
+            if statistic.argument:
+                _set_number(reader, statistic.argument, read)
+            else:
+                reader.replace_input_with(values[number], read)
         sliced = replace(program, sources=sources, statistics=statistics)
         sliced.drop_dead()
         put_in_rows(sliced, calls, self.sums)
         return sliced
 
-    def _made(self, program: FlatProgram) -> FlatProgram:
-        """The part of a program that makes the statistics."""
-        calls = program.calls
-        wanted = [calls[index] for index, _ in self.statistics]
-        graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in upstream(wanted):
-            copied[node] = graph.node_copy(node, copied.__getitem__)
-        graph.output(tuple(copied[node] for node in wanted))
-        sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
-        return replace(program, graph=graph, sources=sources)
-
     def rows(self, values: list[Tensor], samples: int) -> dict[str, Tensor]:
         """The tensors of a batch with these statistics, one row per sample."""
-        result = {}
-        for name, value, (_, share) in zip(self.names, values, self.statistics, strict=True):
-            row = value.double() / samples if share else value
-            result[name] = row.expand(samples, *value.shape)
-        return result
+        triples = zip(self.names, values, self.statistics, strict=True)
+        return {name: _as_rows(value, kind, samples) for name, value, kind in triples}
+
+
+def _as_rows(value: Tensor, statistic: Statistic, samples: int) -> Tensor:
+    """A statistic with one row per sample, ``[n, ...]``; of samples at a place in a dimension
+    ``[n, ..., outer, inner, ...]``.
+    """
+    if (axis := statistic.axis) is not None:
+        sizes = (-1, samples, axis.inner)
+        return torch.unflatten(value, axis.dim, sizes).movedim(axis.dim + 1, 0)
+    row = value.double() / samples if statistic.share else value
+    return row.expand(samples, *value.shape)
+
+
+def _made(program: FlatProgram, wanted: list[fx.Node]) -> FlatProgram:
+    """The part of a program that makes some values."""
+    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in upstream(wanted):
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output(tuple(copied[node] for node in wanted))
+    sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
+    return replace(program, graph=graph, sources=sources)
+
+
+def _number(call: fx.Node, argument: str) -> fx.Node:
+    """A number among the arguments of a call as a tensor before it."""
+    number, value = arguments(call)[argument], call.meta["val"]
+    kind = number.meta["val"] if isinstance(number, fx.Node) else number
+    dtype = torch.int64 if isinstance(kind, int | torch.SymInt) else torch.float64
+    options = {"dtype": dtype, "device": value.device}
+    with call.graph.inserting_before(call):
+        node = call.graph.call_function(_aten.scalar_tensor.default, (number,), options)
+    set_value(node, value.new_empty((), **options))
+    return node
+
+
+def _set_number(call: fx.Node, argument: str, number: fx.Node) -> None:
+    """Put a tensor in place of a number of a call; the call's value has the same type."""
+    value = call.meta["val"]
+    dtype = value.dtype
+    # A tensor without dimensions is read as exactly as a number is.
+    if value.dim() and dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    if dtype is not torch.bool:
+        number = insert(call, _aten.to.dtype, number, dtype)
+    options, target = arguments(call), with_tensor(call, argument)
+    call.target, (call.args, call.kwargs) = target, _inputs(target, options | {argument: number})
+
+
+def _inputs(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as those in order and those by keyword."""
+    declared = target._schema.arguments
+    in_order = tuple(options[a.name] for a in declared if not a.kwarg_only)
+    return in_order, {a.name: options[a.name] for a in declared if a.kwarg_only}
