@@ -396,9 +396,9 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
             "improved by 1 change to stages or devices; started from the plan of hand",
         ),
         (
-            "a row of stages that passes the devices again and again, then by merge",
+            "a row of stages that passes the devices several times, then by merge",
             "improved by 1 change to stages or devices; started from a row of stages that passes "
-            "the devices again and again",
+            "the devices several times",
         ),
     ],
 )

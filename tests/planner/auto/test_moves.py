@@ -78,7 +78,7 @@ def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
     """Of any draft: as many stages with operators as with devices, and the draft as it was."""
     two_in_a_row = [*DIAMOND, *((a + 6, b + 6) for a, b in DIAMOND), (5, 6)]
     cost = replace(linked_model(12, two_in_a_row), cluster=cluster(8, node=4))
-    where = Space(cost, 16, (1, 2, 4, 8, 16))
+    where = Space(cost, 16, (1, 2, 4, 8, 16), shared=True, split=True)
     made = 0
     for seed in range(100):
         drawn = random_draft(cost, 16, seed)

@@ -114,6 +114,18 @@ def test_more_evaluations_only_add_rounds():
     assert many.again(UNEVEN, WHOLE, WHOLE) != []
 
 
+def test_rounds_follow_while_they_find_shorter_plans():
+    """The round that begins with the best plan of the one before is not begun again, and so many
+    come at most.
+    """
+    found, plans = search(0, rounds=[20]), [UNEVEN, stages("000111", "000111")]
+    assert found.again(UNEVEN, WHOLE, WHOLE) != []
+    assert found.again(UNEVEN, WHOLE, WHOLE) == []
+    for number in range(SETTINGS.more_rounds):
+        assert found.again(plans[(number + 1) % 2], WHOLE, WHOLE) != []
+    assert found.again(stages("000000", "000000"), WHOLE, WHOLE) == []
+
+
 def test_a_round_chooses_how_plans_run():
     """Where shared state takes half the time, and split backwards a tenth less; where neither may
     be chosen, none is.
