@@ -387,7 +387,7 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
         ("started from the plan of hand", "started from the plan of hand"),
         (
             "improved by 1064 changes to stages or devices; started from the plan of the "
-            "graphpipe planner, then by 1 more, then by merge and move",
+            "graphpipe planner, then by 1 more, then by 2 more",
             "improved by 1067 changes to stages or devices; started from the plan of the "
             "graphpipe planner",
         ),
@@ -396,7 +396,7 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
             "improved by 1 change to stages or devices; started from the plan of hand",
         ),
         (
-            "a row of stages that passes the devices several times, then by merge",
+            "a row of stages that passes the devices several times, then by 1 more",
             "improved by 1 change to stages or devices; started from a row of stages that passes "
             "the devices several times",
         ),

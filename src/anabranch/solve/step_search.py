@@ -31,10 +31,7 @@ def origin_text(origin: str) -> str:
     """Return how a plan was found, with one count of all changes, from ``Search.origin``."""
     first, *later = origin.split(", then by ")
     changes, _, start = first.rpartition("; ")
-    # The first search counts its changes, as does each one after it; a neighbour names its own.
-    counted = re.compile(r"(?:improved by )?(\d+) (?:changes? to|more)")
-    numbers = [(text, counted.match(text)) for text in (changes, *later) if text]
-    count = sum(int(n[1]) if n else 1 + text.count(" and ") for text, n in numbers)
+    count = sum(map(int, re.findall(r"\d+", " ".join([changes, *later]))))
     if not count:
         return origin
     start = start if start.startswith("started from ") else f"started from {start}"

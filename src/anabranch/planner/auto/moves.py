@@ -302,17 +302,19 @@ MOVES: Mapping[str, tuple[Move, int]] = {
 }
 """Name -> a move, and how often it is tried in relation to others."""
 
+_ALL = [move for move, _ in MOVES.values()]
 _BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
-_NAMED = [(name, move) for name, (move, _) in MOVES.items()]
 
 
-def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft]:
-    """A move with something to do, if any, drawn by how often it is tried, and what it makes."""
+def draw(draft: Draft, space: Space, rng: Random) -> Draft:
+    """Make a move that has something to do, drawn by how often it is tried; the same draft if
+    many had nothing.
+    """
     for _ in MOVES:
-        name, move = _NAMED[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
+        move = _ALL[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
         if made := move(draft, space, rng):
-            return name, made
-    return "", draft
+            return made
+    return draft
 
 
 def _where(mask: NDArray[np.bool_]) -> Indices:

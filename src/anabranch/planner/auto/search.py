@@ -152,13 +152,13 @@ class Search:
         """Random neighbours of a stage graph, the quickest first; others when asked again."""
         seconds, centre = self._with_quicker_warm_up(graph, runs)
         limit = seconds * (1 + SETTINGS.error)
-        neighbours: dict[float, tuple[Draft, str]] = {}
+        neighbours: dict[float, tuple[Draft, int]] = {}
         for _ in range(SETTINGS.neighbours // self._space.effort(centre)):
             draft, moves = self._neighbour(centre)
             neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
         neighbours.pop(math.inf, None)
         return [
-            self._remember(self._stages(draft), f"{self.origin(graph)}, then by {moves}")
+            self._remember(self._stages(draft), f"{self.origin(graph)}, then by {moves} more")
             for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
         ]
 
@@ -174,13 +174,12 @@ class Search:
         """Say how a stage graph was found."""
         return self._origins.get(graph, "")
 
-    def _neighbour(self, centre: Draft) -> tuple[Draft, str]:
-        """A draft one or two moves away, and by which."""
-        name, draft = draw(centre, self._space, self._rng)
+    def _neighbour(self, centre: Draft) -> tuple[Draft, int]:
+        """A draft one or two moves away, and by how many."""
+        draft = draw(centre, self._space, self._rng)
         if self._rng.random() < 0.5:
-            return draft, name
-        second, draft = draw(draft, self._space, self._rng)
-        return draft, f"{name} and {second}"
+            return draft, 1
+        return draw(draft, self._space, self._rng), 2
 
     def _with_quicker_warm_up(self, graph: StageGraph, runs: Runs) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)
