@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.planner.auto.loops import branches, loops
@@ -113,9 +113,8 @@ def test_every_deal_of_branches_is_valid(profile):
             assert graph.shares_devices
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@given(planning_profiles())
-def test_every_one_is_valid(recompute: bool, profile):
+@given(planning_profiles(), st.booleans())
+def test_every_one_is_valid(profile, recompute: bool):
     """Of any graph of operators, on any devices."""
     for devices in (2, 4):
         cost = CostModel(profile, cluster(devices))
