@@ -13,7 +13,7 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
 from anabranch.verification.even import workable
-from anabranch.verification.result import largest_error
+from anabranch.verification.result import VerifyResult, largest_error
 from anabranch.workload import Workload
 from tests.profile.tiny import Normed
 from tests.runtime.small import Built, TwoBranch, batch, built, plan
@@ -83,6 +83,24 @@ def test_a_model_that_is_not_what_was_captured_is_found() -> None:
     assert not result.bitwise
     assert result.max_gradient_error > 0.01
     assert result.loss != result.reference_loss
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ({"loss": 2.0, "exact": True}, ("loss and gradients", "reads in Python", "--devices 1")),
+        ({"loss": 1.0}, ("loss is right", "a backward", "mylib::fused", "without --plan")),
+        ({"loss": 1.0, "max_gradient_error": 0.0, "whole_batch_error": 0.5}, ("mylib::fused",)),
+    ],
+)
+def test_a_difference_has_likely_causes_and_a_way_on(
+    result: dict[str, float], words: tuple[str, ...]
+) -> None:
+    """By what differs: the loss as well, gradients alone, or the whole batch alone."""
+    common = VerifyResult(1.0, 1.0, 0.5, "head.bias", False, False, 2, 2, foreign=("mylib::fused",))
+    text = replace(common, **result).why()
+    assert all(word in text for word in words), text
+    assert "whole batch" in text or "most the gradient of head.bias" in text
 
 
 class Noisy(TwoBranch):

@@ -153,6 +153,25 @@ def test_custom_gradient_is_refused() -> None:
     assert Tripled.apply(torch.ones(1)).item() == 2.0
 
 
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    """The tracer would lose it silently, on a value as on a module; one on a parameter is called by
+    a pipeline as well.
+    """
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        h.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]
+        return h
+
+    hooked = Net(lambda _, h: h)
+    hooked.first.register_full_backward_hook(lambda _, inputs, outputs: inputs)
+    for module in (Net(body), hooked):
+        with pytest.raises(CaptureError, match=r"\.py:\d+ .*hook on the gradient.*custom_op"):
+            capture(module, batch())
+    fine = Net(lambda _, h: h)
+    fine.first.weight.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]
+    capture(fine, batch())
+
+
 def test_custom_gradient_is_refused_where_only_analysis_can_trace() -> None:
     """NumPy inside the forward needs full analysis, which hides the function from us."""
 
@@ -179,8 +198,9 @@ tripled.register_autograd(lambda ctx, grad: grad * 3)
 
 
 def test_custom_operator_keeps_its_backward() -> None:
-    """What the error above recommends works."""
+    """What the error above recommends works; the operator is known as another library's."""
     captured = capture(Net(lambda _, h: tripled(h)), batch())
+    assert captured.foreign == ("anabranch_test::tripled",)
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 

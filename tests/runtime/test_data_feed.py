@@ -14,7 +14,7 @@ from anabranch import launch
 from anabranch.data.columns import Columns
 from anabranch.data.loaders import Loader
 from anabranch.errors import DataError, LoaderError
-from anabranch.runtime.data_feed import DataFeed, leaves_of
+from anabranch.runtime.data_feed import DataFeed, leaves_of, refusal_of_data
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from tests.runtime.small import Batch, batch, built, num_ranks, plan
@@ -119,6 +119,26 @@ def test_tensors_need_one_number_of_samples() -> None:
     """Also where all else is right."""
     with pytest.raises(DataError, match="one number of samples, at least 1: x 6, word 6, label 5"):
         leaves_of(built("TwoBranch").captured, changed(label=batch(5)["label"]), CPU)
+
+
+def test_data_is_looked_at_before_a_plan() -> None:
+    """Two batches, of which the second may be the first that is refused; what can be read once is
+    not read.
+    """
+    model = built("TwoBranch")
+    longer = batch(6) | {"x": torch.zeros(6, 9)}
+
+    def refusal(data: Any) -> str:
+        return refusal_of_data(model.captured, replace(model.workload, data=data), 6)
+
+    assert refusal(lambda *_: [batch(6), batch(6), longer]) == ""
+    refused = refusal(lambda *_: [batch(6), longer])
+    assert "batch 1 of epoch 0" in refused
+    assert "pad_to_bucket" in refused
+    assert "batches of 3 samples, and 6 are asked" in refusal(DataLoader([], batch_size=3))
+    once = iter([longer])
+    assert refusal(once) == ""
+    assert next(once) is longer
 
 
 @pytest.mark.dist

@@ -132,9 +132,10 @@ def test_a_run_goes_on_with_other_rewrites(before: str, after: str, tmp_path: Pa
 @pytest.mark.dist
 def test_verify_compares_slices_with_the_module() -> None:
     """Each with its part of the gradient of one process; bitwise it cannot be. The model is
-    captured anew, as the plan says.
+    captured anew, as the plan says. What is counted are the module's own parameters.
     """
     result = verify(workload(), planned("both"))
+    assert result.num_parameters == len(list(workload().module.parameters()))
     assert result.is_good
     assert result.max_gradient_error < 1e-5
     assert not result.exact

@@ -66,9 +66,13 @@ class FrozenTie(nn.Module):
 
 
 def test_an_optimizer_that_cannot_train_the_model_is_named() -> None:
-    """AdamW takes no sparse gradients. A tie of frozen layers has no gradients to be summed."""
+    """AdamW takes no sparse gradients. A tie of frozen layers has no gradients to be summed. Data
+    that differs from the example is named as well.
+    """
     example = {"x": torch.rand(4, 6), "row": torch.arange(4)}
-    told = "\n".join(examine(Workload(FrozenTie(), example), CLUSTER, 8).findings)
+    workload = Workload(FrozenTie(), example, data=lambda *_: [{**example, "x": torch.rand(4, 7)}])
+    told = "\n".join(examine(workload, CLUSTER, 8).findings)
+    assert "it cannot be trained: batch 0 of epoch 0 differs from the workload's example" in told
     assert "it cannot be trained: AdamW, as it is set, cannot update this model" in told
     assert "tied weights" not in told
 
@@ -92,6 +96,7 @@ def test_a_plan_and_the_memory_of_its_devices() -> None:
     text = report(found)
     assert f"torch {torch.__version__}" in text
     assert "the first plan to try, for summit:1x2" in text
+    assert found.plan.glossary in text
 
 
 def test_a_chain_has_nothing_to_gain() -> None:

@@ -41,6 +41,7 @@ class ModelSource:
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
         facts: for a JSON document, filled as the model is read: ``kept_capture``, whether an
             earlier command captured it.
+        captures: made here, for who looks at them.
     """
 
     model: str
@@ -50,6 +51,9 @@ class ModelSource:
     keep: bool = True
     rewrites: tuple[str, ...] = ()
     facts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
+    captures: list[tuple[Workload, Captured]] = field(
+        default_factory=list, init=False, compare=False
+    )
 
     @property
     def is_file(self) -> bool:
@@ -98,7 +102,9 @@ class ModelSource:
 
         granularity = cast("Granularity", self.granularity)
         with self._capturing():
-            return capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
+            captured = capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
+        self.captures.append((workload, captured))
+        return captured
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -198,6 +198,12 @@ class Captured:
         names = {parameter.name for parameter in self.graph.parameters}
         return frozenset(whole_name(name) for name in names if whole_name(name) != name)
 
+    @cached_property
+    def foreign(self) -> tuple[str, ...]:
+        """Operators of other libraries, of which the graph does not show what they compute."""
+        names = dict.fromkeys(map(schema_name, self.programs.example.calls))
+        return tuple(n for n in names if "::" in n and not n.startswith(("aten::", "prims::")))
+
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
         """Weights of the loss and metrics of a slice in those of a batch; metrics that only the
         whole batch tells count by samples.

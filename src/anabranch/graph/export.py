@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
 from anabranch.data.packed import call_module
@@ -246,8 +247,8 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(checkpoints: set[str]) -> Iterator[None]:
-    """Refuse custom gradients, derivatives and transforms inside the forward; trace checkpoints as
-    plain calls, noted in ``checkpoints``.
+    """Refuse custom gradients, hooks, derivatives and transforms inside the forward; trace
+    checkpoints as plain calls, noted in ``checkpoints``.
     """
     function = torch.autograd.Function
     before = function.__dict__["apply"]
@@ -259,6 +260,8 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
             checkpoints.add(where)
             run, _, *inputs = args
             return run(*inputs)
+        if cls is BackwardHookFunction:
+            hook()
         if cls.__module__.startswith("torch."):
             return before.__func__(cls, *args, **kwargs)  # such as that of a torch.library operator
         raise CaptureError(
@@ -278,6 +281,12 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
 
         return raise_error
 
+    hook = refuse(
+        "has a hook on the gradient of a value (register_hook, or the backward hook of a module), "
+        "which tracing loses, so that a pipeline would not call it: leave it out, put it on a "
+        "parameter, or write an operator with a backward of its own (torch.library.custom_op, "
+        "register_autograd)"
+    )
     differentiate = refuse(
         "asks for a gradient inside the forward, as a gradient penalty does: it would go back "
         "through the operators, and the stages, that the forward has come through so far; write "
@@ -293,6 +302,7 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     patches = [
         (function, "apply", classmethod(apply)),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        (torch.Tensor, "register_hook", hook),
         (torch.autograd, "_engine_run_backward", differentiate),
         (vmap, "vmap_increment_nesting", transform),
         (eager_transforms, "grad_increment_nesting", transform),

@@ -275,7 +275,8 @@ class Plan:
         k = ", k at a time" if any(graph.group_size(s) > 1 for s in range(len(graph))) else ""
         return (
             "depth: stages that a micro-batch passes one after another; in flight: micro-batches "
-            f"between forward and backward in a stage, at most{k}"
+            f"between forward and backward in a stage, at most{k}; {self.schedule}: "
+            f"{_order_text(self.schedule)}"
         )
 
     def summary(self, gains: Sequence[str] = ()) -> str:
@@ -306,12 +307,24 @@ class Plan:
             f"batch {graph.batch_size}",
             *_stage_lines(graph),
             self.costs,
-            *(["replicas share the optimizer's state"] if is_shared else []),
+            *(["replicas each keep a shard of the optimizer's state"] if is_shared else []),
             *([_turns_text(graph)] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         return "\n".join(lines)
+
+
+def _order_text(schedule: str) -> str:
+    """Describe the order of a schedule."""
+    is_split = schedule.startswith("zb-") or schedule.endswith("-split")
+    words = (
+        "all forwards, then all backwards" if schedule == "gpipe" else "",
+        "forward and backward in turn" if schedule.startswith("1f1b") else "",
+        "after a longer warm-up" if "-deep" in schedule or schedule == "zb-h2" else "",
+        "gradients of inputs before those of weights" if is_split else "",
+    )
+    return ", ".join(filter(None, words))
 
 
 def _turns_text(graph: StageGraph) -> str:

@@ -161,6 +161,22 @@ class DataFeed:
             yield batch
 
 
+def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> str:
+    """Return why training would refuse one of the first two batches; empty if it would not. What
+    can be read only once, or has buckets, each of which would be captured, is left alone.
+    """
+    source = getattr(workload.data, "source", workload.data)
+    if source is None or isinstance(source, Iterator) or workload.buckets:
+        return ""
+    feed = DataFeed(workload, batch_size)
+    try:
+        for _, batch in zip(range(2), feed.batches(1), strict=False):
+            leaves_of(captured, batch, torch.device("cpu"), feed.where)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
 def leaves_of(
     captured: Captured,
     batch: Batch,
@@ -216,19 +232,13 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         has.append(f"{name} {(here := type_text(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
             differences.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
-    if len(buckets) > 1:
-        differences = differences or [f"no bucket has {', '.join(has)} together"]
-        return (
-            f"{which} has sizes and types of none of the workload's buckets: "
-            f"{'; '.join(differences)}. Pad it to the next of them (anabranch.pad_to_bucket), cut "
-            "what is longer than all, convert what is of another type where the data is loaded, or "
-            "give Workload a longer example and keep this one as a bucket"
-        )
+    differences = differences or [f"no bucket has {', '.join(has)} together"]
     return (
-        f"{which} differs from the workload's example, for which the model was captured, in more "
+        f"{which} differs from the workload's example{' and buckets' * (len(buckets) > 1)} in more "
         f"than the number of samples: {'; '.join(differences)}. Give Workload an example that the "
         "loader has yielded, and let the loader yield all batches alike: pad what varies to one "
-        "size, or to one of some that Workload has as buckets; convert what is of another type"
+        "size, or to the next of some that Workload has as buckets (anabranch.pad_to_bucket, see "
+        "docs/workloads.md), cut what is longer than all; convert what is of another type"
     )
 
 

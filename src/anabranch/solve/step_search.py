@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,17 +24,6 @@ from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import checked_run, figures_of
 
 BUDGET = SearchBudget()
-
-
-def origin_text(origin: str) -> str:
-    """Return how a plan was found, with one count of all changes, from ``Search.origin``."""
-    first, *later = origin.split(", then by ")
-    changes, _, start = first.rpartition("; ")
-    count = sum(map(int, re.findall(r"\d+", " ".join([changes, *later]))))
-    if not count:
-        return origin
-    start = start if start.startswith("started from ") else f"started from {start}"
-    return f"improved by {count} change{'s' if count > 1 else ''} to stages or devices; {start}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class StepSearch:
             phases.run("improve_s", lambda: contest.loop(looped))
         best, cost = contest.winner(self.name), contest.cost
         if isinstance(search, Search) and (origin := search.origin(best.proposal)):
-            notes.append(origin_text(origin))
+            notes.append(origin)
         notes += phases.notes(count)
 
         def made() -> Plan:

@@ -25,6 +25,7 @@ from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
 from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
+from anabranch.runtime.data_feed import refusal_of_data
 from anabranch.runtime.optimizer_facts import refuse_unsupported, require_recipe_updates
 from anabranch.solve import plan
 from anabranch.workload import Workload
@@ -99,6 +100,8 @@ def examine(
         require_recipe_updates(workload, captured.graph)
     except TrainingError as error:
         findings.append(f"it cannot be trained: {error}")
+    if refusal := refusal_of_data(captured, workload, batch_size):
+        findings.append(f"it cannot be trained: {refusal}")
     findings += _of_graph(captured)
     width, first, peaks = None, None, []
     counts = sorted({1 << i for i in range(batch_size.bit_length())} | {batch_size})
@@ -251,7 +254,9 @@ def report(examination: Examination) -> str:
         lines += ["", f"{count}; {says}"]
     if plan is not None:
         yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
-        lines += ["", f"the first plan to try, for {plan.cluster} ({yours}):", plan.summary()]
+        where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
+        lines += ["", f"the first plan to try, {where} ({yours}):", plan.summary()]
+        lines += filter(None, [plan.glossary])
         if plan.machines is not None and plan.machines.device == "cpu":
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "

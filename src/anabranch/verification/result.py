@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.errors import TrainingError
+from anabranch.errors import TrainingError, some
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.loss_kinds import SENTENCES, LossKind
@@ -43,6 +43,7 @@ class VerifyResult:
         notes: what else was found, one sentence each.
         tolerance: largest difference that is rounding in the types that gradients go through.
         stateful: buffers and frozen parameters that the forward changes.
+        foreign: operators of other libraries than torch that the model calls.
     """
 
     loss: float
@@ -60,6 +61,7 @@ class VerifyResult:
     notes: tuple[str, ...] = ()
     tolerance: float = ROUNDING
     stateful: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
     @property
     def by_sample(self) -> bool:
@@ -82,7 +84,8 @@ class VerifyResult:
                 f"micro-batches, which differ from those of the whole batch by "
                 f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
                 f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
-                "(--microbatch-size), and see which operation computes across samples"
+                "and no replicas (--microbatch-size, --max-replicas 1), or compute per sample what "
+                f"computes across samples: {some(self.foreign) or 'an index along them'}"
             )
         if self.stateful:
             return (
@@ -90,7 +93,23 @@ class VerifyResult:
                 f"{', '.join(self.stateful[:3])}, each replica its own copy; plan without replicas "
                 "(--max-replicas 1), or change it between the steps"
             )
-        return "the gradients differ by more than rounding"
+        distance = abs(self.loss - self.reference_loss)
+        what = "loss and gradients differ"
+        causes = (
+            "a number that the forward reads in Python, in no attribute of the module; something "
+            "that magnifies rounding, as a choice between equal values does"
+        )
+        if distance < self.tolerance * max(abs(self.reference_loss), 1e-3):
+            what = "the loss is right, and gradients differ"
+            causes = "a backward that computes across samples, or is another at every call"
+        causes += f"; {some(self.foreign)}, an unknown operator" if self.foreign else ""
+        alone = "with --devices 1 the model runs as captured, without messages"
+        if not self.exact:
+            alone = "without --plan there are no replicas, and micro-batches of one size"
+        return (
+            f"{what} by more than rounding, most the gradient of {self.worst}; likely causes: "
+            f"{causes}. To find it: {alone}; --json has the figures"
+        )
 
     def summary(self) -> str:
         """The comparison in one line, then what else was found, a line each."""
@@ -98,10 +117,7 @@ class VerifyResult:
         if not self.max_gradient_error and not self.bitwise:
             how = "gradients are equal, the loss alone differs"
         if self.is_random:
-            how += (
-                "; the model draws random numbers, and other ones in one process, so this says "
-                'nothing: compare with dropout="sample" (--dropout sample), or switch them off'
-            )
+            how += '; random numbers differ: compare with dropout="sample" (--dropout sample)'
         if self.against != SLICES:
             how += f"; one process ran {self.against}"
         verdict = "right" if self.is_good else "not verified" if self.is_random else "not right"

@@ -27,6 +27,7 @@ from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told_normalised, told_stateful
+from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
@@ -113,7 +114,7 @@ def verify(
         results = [
             verify(
                 replace(workload, example=example, buckets=()),
-                plan,
+                plan if bucket is captured else replace(plan, model_size=None),  # made for one
                 batch=example,
                 captured=bucket,
                 exact=exact,
@@ -211,7 +212,7 @@ def verify(
         worst_name,
         bitwise,
         exact,
-        len(gradients),
+        len(set(map(whole_name, gradients))),
         num_devices,
         is_random=is_random and not by_sample,
         loss_kind=captured.graph.loss_kind or "mean",
@@ -222,6 +223,7 @@ def verify(
         notes=notes,
         tolerance=tolerance_of(captured),
         stateful=captured.graph.stateful,
+        foreign=captured.foreign,
     )
 
 

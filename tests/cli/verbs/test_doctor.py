@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from anabranch.cli.verbs import doctor
+from anabranch.errors import CaptureError
 from tests.cli.examples import TOWERS
 
 
@@ -22,7 +24,17 @@ def test_the_cluster_that_nobody_named_is_an_example(run):
     """Beside it stands how to name one's own."""
     code, out, _ = run("doctor", TOWERS, "--batch-size", "8")
     assert code == 0
-    assert "to try, for summit:1x4 (--cluster names your devices, such as local:2 for " in out
+    assert "for summit:1x4 with times from the data sheet of v100 (--cluster names your dev" in out
+
+
+def test_machine_code_is_made_beside_the_capture(run, monkeypatch):
+    """It was made after it: half of the first examination on a machine."""
+
+    def refuse(_):
+        raise CaptureError("not yet captured")
+
+    monkeypatch.setattr(doctor, "begin_compiling", refuse)
+    assert "not yet captured" in run("doctor", "tests.cli.models:not_there")[2]
 
 
 def test_the_first_plan_is_for_batches_of_the_data(document):

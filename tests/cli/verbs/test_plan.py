@@ -88,6 +88,14 @@ def test_too_many_devices_are_refused_before_a_capture(run, monkeypatch, command
     assert "local:100000 has 100000 devices; plans are searched for 8192 at most" in err
 
 
+def test_data_that_training_would_refuse_is_said(run):
+    """Nobody heard of it before the run that the plan was made for."""
+    options = ("--cluster", "summit:1x2", "--batch-size", "4", "--planner", "sequential")
+    code, _, err = run("plan", "tests.cli.models:loaded", *options, "--rewrite", "none")
+    assert code == 0
+    assert "training would refuse its data: the DataLoader has batches of 8 samples" in err
+
+
 @pytest.mark.parametrize(
     ("cluster", "order"),
     [("local:2", ["profile", "compile"]), ("summit:1x2", ["compile", "profile"])],

@@ -47,7 +47,7 @@ def test_what_lies_near_a_plan_with_shared_devices_says_where_it_began():
     search = Auto()(COST, batch_size=64, start=replace(graph, stages=(first, last)))
     near = search.near_loops(replace(graph, stages=(first, last)))
     assert {search.origin(g) for g in near} == {
-        "started from the plan of the user, changed a little"
+        "found from the plan of the user by 1 change to stages or devices"
     }
 
 
@@ -78,7 +78,7 @@ def test_the_default_says_where_its_plan_comes_from():
     """The last note: moves and the planner that it began with."""
     plan = by_default()
     assert plan.planner == "auto"
-    assert "started from the plan of the " in plan.notes[-1]
+    assert " from the plan of the " in plan.notes[-1]
     assert any(name in plan.notes[-1] for name in (*STARTS, "dapple"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -48,16 +49,16 @@ def test_starts_come_first_and_the_best_is_found():
     best = proposals[1]
     assert len(best) == 1
     assert found.origin(UNEVEN) == "started from the plan of hand"
-    assert found.origin(best).endswith("; started from the plan of hand")
+    assert re.match(r"found from the plan of hand by \d+ changes? to", found.origin(best))
 
 
 def test_what_lies_near():
-    """The quickest of what a move or two make, and by how many; nothing much slower."""
+    """The quickest of what a move or two make, which are counted; nothing much slower."""
     found = search(0)
     assert next(iter(found)) == UNEVEN
     near = found.near(UNEVEN)
     assert len(near[0]) == 1
-    assert found.origin(near[0]).endswith((", then by 1 more", ", then by 2 more"))
+    assert re.match(r"found from the plan of hand by [12] change", found.origin(near[0]))
     limit = 1.05 * slowest(draft("000111", "000001"), math.inf)
     seconds = [slowest(draft_of(graph, WHERE.cost), math.inf) for graph in near]
     assert seconds == sorted(seconds)
@@ -109,7 +110,7 @@ def test_more_evaluations_only_add_rounds():
     first = many.again(UNEVEN, WHOLE, WHOLE)
     assert few.again(UNEVEN, WHOLE, WHOLE) == first
     assert len(first[0][0]) == 1
-    assert any("more" in many.origin(graph) for graph, _ in first)
+    assert all("plan of hand" in many.origin(graph) for graph, _ in first)
     assert few.again(UNEVEN, WHOLE, WHOLE) == []
     assert many.again(UNEVEN, WHOLE, WHOLE) != []
 

@@ -9,6 +9,7 @@ import typer
 from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
+from anabranch.cli.progress import begin_compiling
 from anabranch.cli.settings import AsJson, TrainedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Granularity
@@ -20,7 +21,8 @@ def doctor(
     cluster: Annotated[
         str,
         typer.Option(
-            help="The first plan is for: a preset, local:2 for two ranks here, or a file."
+            help="The first plan is for: a preset, local:2 for two ranks here, or a file. The "
+            "default is an example, whose times a data sheet has."
         ),
     ] = "summit:1x4",
     batch_size: Annotated[
@@ -41,10 +43,12 @@ def doctor(
     Example: `anabranch doctor mypackage.mymodel:workload`
     """
     from anabranch.files import plan_to_dict
-    from anabranch.training.doctor import examine, report
 
     source = model.source
     machines = usage(read_cluster, cluster)
+    begin_compiling("auto")  # beside the capture, in processes forked before torch has threads
+    from anabranch.training.doctor import examine, report
+
     workload = source.workload()
     examination = usage(
         examine,

@@ -133,6 +133,12 @@ def plan(
         )
 
     costs, optimizer = costs_of(source)
+    for workload, captured in source.captures if ":" in model.model else ():
+        from anabranch.runtime.data_feed import refusal_of_data
+
+        if refusal := refusal_of_data(captured, workload, planning.batch_size):
+            note(f"a plan can be made, but training would refuse its data: {refusal}")
+    source.captures.clear()  # a search may need the memory
     if is_timed:
         begin_compiling(planner)
     began = time.monotonic()

@@ -45,7 +45,7 @@ class Search:
         self._evaluations, self._rng = evaluations, Random(seed)
         self._seed, self._rounds, self._more = seed, list(rounds), SETTINGS.more_rounds
         self._begun: tuple[StageGraph | None, int] = None, 0
-        self._origins: dict[StageGraph, str] = {}
+        self._origins: dict[StageGraph, tuple[str, int]] = {}  # the start, and changes since then
         self._likely: list[StageGraph] = []
 
     def __iter__(self) -> Iterator[StageGraph]:
@@ -56,7 +56,7 @@ class Search:
             if graph not in self._origins:
                 names.append(name)
                 drafts.append(draft_of(graph, self._space.cost))
-                yield self._remember(graph, f"started from the plan of {name}")
+                yield self._remember(graph, f"the plan of {name}")
         annealing = Annealing(self._space, self._evaluate, self._rng)
         try:
             if self._evaluations:
@@ -71,13 +71,8 @@ class Search:
                 if not self._space.flush or suits(graph, self._space.cost):
                     self._likely.append(graph)
                     if graph not in self._origins:
-                        moves = annealed.moves
-                        changes = f"{moves} change{'s' if moves != 1 else ''} to stages or devices"
-                        yield self._remember(
-                            graph,
-                            f"improved by {changes}; started from the plan of "
-                            f"{names[annealed.start]}",
-                        )
+                        start = f"the plan of {names[annealed.start]}"
+                        yield self._remember(graph, start, annealed.moves)
 
     def likely(self) -> list[StageGraph]:
         """Results of annealing: of each planner a plan, then the quickest first."""
@@ -109,15 +104,13 @@ class Search:
         annealing = Annealing(space, self._evaluate, rng)
         annealing.search([start, *others], count)
         proposals: dict[tuple[StageGraph, Runs], int] = {}
-        origin = self.origin(best)
         for annealed in annealing.best(SETTINGS.proposed):
             graph = self._stages(annealed.draft)
             way = Runs(annealed.draft.sharded, annealed.draft.split)
             if suits(graph, replace(self._space.cost, shard_optimizer=way.shared)):
                 proposals.setdefault((graph, way), annealed.moves)
         return [
-            (self._remember(graph, f"{origin}, then by {moves} more"), way)
-            for (graph, way), moves in proposals.items()
+            (self._changed(graph, best, moves), way) for (graph, way), moves in proposals.items()
         ]
 
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
@@ -139,10 +132,7 @@ class Search:
 
     def near_loops(self, graph: StageGraph) -> list[StageGraph]:
         """Stage graphs that differ little from one whose devices have several stages."""
-        origin = self.origin(graph) or "started from the plan of the user"
-        if not origin.endswith("changed a little"):
-            origin = f"{origin}, changed a little"
-        return [self._remember(near, origin) for near in near_loops(graph, self._space)]
+        return [self._changed(near, graph) for near in near_loops(graph, self._space)]
 
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
         """True for a stage graph that takes far longer than its evaluation says."""
@@ -158,7 +148,7 @@ class Search:
             neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
         neighbours.pop(math.inf, None)
         return [
-            self._remember(self._stages(draft), f"{self.origin(graph)}, then by {moves} more")
+            self._changed(self._stages(draft), graph, moves)
             for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
         ]
 
@@ -171,8 +161,12 @@ class Search:
         return sorted(near, key=seconds.__getitem__)
 
     def origin(self, graph: StageGraph) -> str:
-        """Say how a stage graph was found."""
-        return self._origins.get(graph, "")
+        """Say how a stage graph was found; nothing of one that was not."""
+        start, changes = self._origins.get(graph, ("", 0))
+        if not changes:
+            return start and f"started from {start}"
+        times = f"{changes} change{'s' if changes > 1 else ''}"
+        return f"found from {start} by {times} to stages or devices"
 
     def _neighbour(self, centre: Draft) -> tuple[Draft, int]:
         """A draft one or two moves away, and by how many."""
@@ -187,9 +181,13 @@ class Search:
         ways = ((self._evaluate(way, math.inf), way) for way in variants(draft))
         return min(ways, key=itemgetter(0))
 
-    def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
-        self._origins.setdefault(graph, origin)
+    def _remember(self, graph: StageGraph, start: str, changes: int = 0) -> StageGraph:
+        self._origins.setdefault(graph, (start, changes))
         return graph
+
+    def _changed(self, graph: StageGraph, before: StageGraph, more: int = 1) -> StageGraph:
+        start, changes = self._origins.get(before, ("the plan of the user", 0))
+        return self._remember(graph, start, changes + more)
 
     def _stages(self, draft: Draft) -> StageGraph:
         return stage_graph_of(draft, self._space.cost, self._space.batch_size)

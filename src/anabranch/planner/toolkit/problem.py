@@ -93,10 +93,10 @@ class Problem:
         if usable < total:
             raise InfeasiblePlanError(
                 f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most "
-                f"{replicas} replicas each, so at most {usable} of the {total} devices of "
-                f"{cost.cluster.name} can be used, and a plan leaves no device without a stage; "
-                f"use {usable} devices or fewer, capture the model in finer operators, or allow "
-                "more replicas or larger micro-batches"
+                f"{replicas} replica{'s' * (replicas > 1)} each, so at most {usable} of the "
+                f"{total} devices of {cost.cluster.name} can be used, and a plan leaves none "
+                f"without a stage; use {usable} devices or fewer, capture finer operators, allow "
+                "more replicas or take larger micro-batches"
             )
         return self
 

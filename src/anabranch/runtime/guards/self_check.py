@@ -24,7 +24,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.module_state import on_one_device
-from anabranch.graph.slices import in_slices, view_named
+from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.runtime.compute.reverted import frozen_state, unchanged, unchanged_state
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
@@ -151,8 +151,8 @@ def compare_with_eager(
     worst = _difference(names, types, digests, whole, tolerances)
     if not worst:
         return (
-            f"right: loss and {len(names)} gradients of {size} samples are those of the module in "
-            "one process, up to rounding"
+            f"right: loss and {len(set(map(whole_name, names)))} gradients of {size} samples are "
+            "those of the module in one process, up to rounding"
         )
     if len(cuts) > 1 and not _difference(names, types, digests, eager(cuts), tolerances):
         raise _sliced(captured, float(digests[-1, 0]), float(whole[-1, 0]), cuts)
@@ -218,7 +218,7 @@ def _sliced(
 ) -> TrainingError:
     """Micro-batches make another loss, and the graph does not tell why."""
     size = cuts[-1][1]
-    suspects = " or ".join(captured.assumed) or "an index along them"
+    suspects = " or ".join(captured.foreign) or "an index along them"
     return TrainingError(
         f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
         f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
