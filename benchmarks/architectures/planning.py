@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -12,6 +11,7 @@ from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from benchmarks.architectures.models import build_published
+from benchmarks.planners.common import processor_s
 
 LARGE = 2e9
 """Parameters above which the cluster is of H100s with 80 GB, below of V100s with 16 GB."""
@@ -24,7 +24,7 @@ BATCH = 64
 
 def planned(name: str) -> dict[str, Any]:
     """The plan of one architecture, beside data parallelism."""
-    started = time.process_time()
+    started = processor_s()
     found: dict[str, Any] = {"model": name}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -39,7 +39,7 @@ def planned(name: str) -> dict[str, Any]:
             found |= {
                 "operators": len(captured.graph),
                 "loss": captured.graph.loss_kind,
-                "capture_s": round(time.process_time() - started, 1),
+                "capture_s": round(processor_s() - started, 1),
             }
             return found | _plans(profile, anabranch.Cluster.preset(CLUSTERS[device]))
         except AnabranchError as error:
@@ -48,11 +48,11 @@ def planned(name: str) -> dict[str, Any]:
 
 
 def _plans(profile: Profile, cluster: anabranch.Cluster) -> dict[str, Any]:
-    started = time.process_time()
+    started = processor_s()
     chosen = anabranch.plan(profile, cluster, BATCH)
     graph = chosen.stage_graph
     return {
-        "plan_s": round(time.process_time() - started, 1),
+        "plan_s": round(processor_s() - started, 1),
         "stages": len(graph),
         "depth": graph.depth,
         "kind": _kind(chosen),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 import warnings
 from typing import Any
 
@@ -25,6 +24,7 @@ import anabranch
 from anabranch.errors import AnabranchError
 from anabranch.graph.capture import capture
 from benchmarks.architectures.planning import BATCH, CLUSTERS, step
+from benchmarks.planners.common import processor_s
 
 TEXT = 128
 """Tokens of text per sample."""
@@ -146,7 +146,7 @@ def build(name: str, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def planned(name: str, kind: str) -> dict[str, Any]:
     """Steps of the plan, of data parallelism with shared state, and of the best chain."""
-    started = time.process_time()
+    started = processor_s()
     module, batch = build(name, kind)
     row: dict[str, Any] = {
         "model": name,
@@ -174,7 +174,7 @@ def planned(name: str, kind: str) -> dict[str, Any]:
             "step_s": plan.predicted.step_s,
             "data_parallel_step_s": step(profile, cluster, "data-parallel"),
             "chain_step_s": step(profile, cluster, "auto", planner_options={"shape": "chain"}),
-            "seconds": round(time.process_time() - started, 1),
+            "seconds": round(processor_s() - started, 1),
         }
     except AnabranchError as error:
         return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}

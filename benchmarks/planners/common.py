@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -20,6 +21,12 @@ def profile_of(name: str, largest: int, **options: str) -> Profile:
     workload = build(name, options=options, meta=True)
     captured = anabranch.capture(workload.module, workload.example)
     return anabranch.estimate(captured, "v100", tuple(1 << i for i in range(largest.bit_length())))
+
+
+def processor_s() -> float:
+    """Seconds of the processor so far, those of forked processes that have ended among them."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def figures(plan: Plan) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -17,7 +16,7 @@ from anabranch.plans.plan import Plan
 from anabranch.solve.bound import work_floor
 from benchmarks.planners import table4
 from benchmarks.planners.cases import Case
-from benchmarks.planners.common import Row, figures
+from benchmarks.planners.common import Row, figures, processor_s
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def measure(case: Case, name: str, folder: Path | None) -> Row:
     if name == "published":
         return row | table4.published(profile, case)
     contestant = CONTESTANTS[name]
-    started = time.process_time()
+    started = processor_s()
     try:
         plan = anabranch.plan(
             profile, machines, case.batch, planner=contestant.planner, **contestant.options
@@ -120,7 +119,7 @@ def measure(case: Case, name: str, folder: Path | None) -> Row:
         row |= {"error": type(error).__name__, "message": str(error)[:300]}
     else:
         row |= figures(plan)
-    row["cpu_s"] = time.process_time() - started
+    row["cpu_s"] = processor_s() - started
     if name == "exhaustive":
         assert len(profile.graph) <= MOST_OPERATORS
     return row

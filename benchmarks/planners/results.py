@@ -11,7 +11,7 @@ floor_s                                no plan is faster: all work at its best s
 stages, depth, replicas, operators     shape; the last two are lists with an entry per stage
 microbatch_size, recompute, schedule   of the plan; ``recompute`` counts stages
 peak_bytes                             of the fullest device
-search_s, simulate_s, improve_s        wall-clock seconds; ``cpu_s`` those of the processor
+search_s, simulate_s, improve_s        wall-clock seconds; ``cpu_s`` of processors, forked ones too
 =====================================  =============================================================
 
 Case, planner and ``by`` identify a row: adding one again replaces it, and rows of others stay.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from benchmarks.planners import cases as case_list
 from benchmarks.planners import results, tables
 from benchmarks.planners.__main__ import GROUPS, main
 from benchmarks.planners.cases import CHANGES, Case, cases, changed, synthetic
+from benchmarks.planners.common import processor_s
 from benchmarks.planners.contestants import measure
 from benchmarks.planners.evaluator import population_steps
 
@@ -29,6 +33,14 @@ def row(case: str, planner: str, step_s: float | None, by: str = "anabranch") ->
 def plan(step_s: float, stages: int, depth: int) -> dict[str, Any]:
     """The shape of a plan, and its step."""
     return {"step_s": step_s, "stages": stages, "depth": depth}
+
+
+def test_seconds_of_a_processor_are_those_of_other_processes_as_well():
+    """A search anneals in several, of which this one only waits for the result."""
+    before, own = processor_s(), time.process_time()
+    code = "import time\nwhile time.process_time() < 0.05: pass"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True)
+    assert processor_s() - before > time.process_time() - own + 0.04
 
 
 NONE = {"error": "InfeasiblePlanError", "message": "needs 20 GiB"}

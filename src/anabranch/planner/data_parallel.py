@@ -6,13 +6,11 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
@@ -35,10 +33,16 @@ class DataParallel:
                 device a sample count in the profile.
         """
         problem = Problem(cost, batch_size, microbatch_size).checked()
-        candidates = sorted(data_parallel(problem), key=lambda candidate: candidate.outline_s)
-        if not candidates:
+        every = [Part((1 << len(cost.graph)) - 1, problem.devices)]
+        candidates = [
+            problem.assembler(prices).assemble(every)
+            for prices in map(problem.prices, problem.sizes)
+            if prices.may(problem.devices)
+        ]
+        fitting = sorted(filter(None, candidates), key=lambda candidate: candidate.outline_s)
+        if not fitting:
             raise _explained(problem)
-        return [candidate.graph for candidate in candidates]
+        return [candidate.graph for candidate in fitting]
 
 
 def _explained(problem: Problem) -> InfeasiblePlanError:
@@ -59,15 +63,3 @@ def _explained(problem: Problem) -> InfeasiblePlanError:
         f"least {total} samples within the profile ({cost.profile.origin}); use a larger batch "
         f"than {problem.batch_size}, fewer devices, or planner graphpipe"
     )
-
-
-def data_parallel(problem: Problem) -> Iterator[Candidate]:
-    """Generate a candidate per micro-batch size."""
-    cost, total = problem.cost, problem.devices
-    everything = (1 << len(cost.graph)) - 1
-    for size in problem.sizes:
-        assembler = problem.assembler(problem.prices(size))
-        if total <= problem.most_replicas and assembler.prices.may(total):
-            candidate = assembler.assemble([Part(everything, total)])
-            if candidate is not None:
-                yield candidate

@@ -134,7 +134,8 @@ class Contest:
             if self.choice.split:
                 as_split = [graph for graph in graphs if graphs[graph]]
                 ranked = [g for g in judge.ranked(SETTINGS.split_near) if g in graphs]
-                self._split_some(dict.fromkeys([*as_split, *ranked]), shared)
+                near = [*dict.fromkeys([*as_split, *ranked])][: SETTINGS.split_proposals // 2]
+                self._split_some(near, shared)
         if self.winner("").proposal != best:
             self.improve()
 

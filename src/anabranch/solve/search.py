@@ -5,9 +5,7 @@ Proposals are scheduled and simulated (``simulator.judge``); a plan's figures ar
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -126,36 +124,20 @@ def plan(
         batch_size, planner, search, microbatch_size, schedules, improve, model, begin, notes
     )
     may_share = shard_optimizer is None and cluster.num_devices > 1
-    with _new_garbage_only():
-        search_on = partial(task.fitting, may_share=may_share)
-        if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
-            return best
-        best = search_on(cost)
-        may_idle = isinstance(search, Auto) and improve and begin is None
-        # Processes on one machine are as many as the user wants.
-        if not may_idle or cluster.cores or best.interrupted:
-            return best
-        quick = replace(task, planner=with_less_effort(search))
-        quick_on = partial(quick.fitting, may_share=may_share)
-        return with_fewer_devices(best, cost, quick_on, search_on)
+    search_on = partial(task.fitting, may_share=may_share)
+    if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
+        return best
+    best = search_on(cost)
+    may_idle = isinstance(search, Auto) and improve and begin is None
+    # Processes on one machine are as many as the user wants.
+    if not may_idle or cluster.cores or best.interrupted:
+        return best
+    quick = replace(task, planner=with_less_effort(search))
+    quick_on = partial(quick.fitting, may_share=may_share)
+    return with_fewer_devices(best, cost, quick_on, search_on)
 
 
 def notes_on(profile: Profile) -> list[str]:
     """Remarks on a profile for readers of its figures."""
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
     return notes + rewrite_notes(profile.graph.rewrites)
-
-
-@contextmanager
-def _new_garbage_only() -> Iterator[None]:
-    """Garbage is looked for in what comes, not again and again in all that is there: modules and
-    a profile are most of what a short search would look at.
-    """
-    if gc.get_freeze_count():  # as a caller wants it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

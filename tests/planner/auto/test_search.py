@@ -110,9 +110,21 @@ def test_more_evaluations_only_add_rounds():
     first = many.again(UNEVEN, WHOLE, WHOLE)
     assert few.again(UNEVEN, WHOLE, WHOLE) == first
     assert len(first[0][0]) == 1
-    assert all("plan of hand by" in many.origin(graph) for graph, _ in first)
+    assert all("plan of hand" in many.origin(graph) for graph, _ in first)
     assert few.again(UNEVEN, WHOLE, WHOLE) == []
     assert many.again(UNEVEN, WHOLE, WHOLE) != []
+
+
+def test_rounds_follow_while_they_find_shorter_plans():
+    """The round that begins with the best plan of the one before is not begun again, and so many
+    come at most.
+    """
+    found, plans = search(0, rounds=[20]), [UNEVEN, stages("000111", "000111")]
+    assert found.again(UNEVEN, WHOLE, WHOLE) != []
+    assert found.again(UNEVEN, WHOLE, WHOLE) == []
+    for number in range(SETTINGS.more_rounds):
+        assert found.again(plans[(number + 1) % 2], WHOLE, WHOLE) != []
+    assert found.again(stages("000000", "000000"), WHOLE, WHOLE) == []
 
 
 def test_a_round_chooses_how_plans_run():

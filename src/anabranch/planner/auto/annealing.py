@@ -83,7 +83,7 @@ class Annealing:
         while spent < evaluations:
             spent += effort
             temperature *= cooling**effort
-            _, draft = draw(here.draft, space, rng)
+            draft = draw(here.draft, space, rng)
             # So slow may it be to be taken; drawn first, as most evaluations end early.
             limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
             key = space.key(draft)

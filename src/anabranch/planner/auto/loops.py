@@ -150,13 +150,6 @@ def _joined(space: Space, graph: StageGraph) -> StageGraph:
     return joined
 
 
-def turns_back(graph: StageGraph) -> bool:
-    """True for a loop there and back: its second pass does not begin as the first one did."""
-    devices = [stage.devices for stage in graph.stages]
-    second = next(s for s, where in enumerate(devices) if where in devices[:s])
-    return devices[second : second + 2] != devices[:2]
-
-
 def near_loops(graph: StageGraph, space: Space) -> Iterator[StageGraph]:
     """Generate stage graphs that differ a little from one: an operator is in the next stage or in
     the one before, two stages are one, or a stage is on the devices of another.

@@ -297,35 +297,24 @@ MOVES: Mapping[str, tuple[Move, int]] = {
     "recompute all": (recompute, 1),
     "warm-up": (warm_up, 1),
     "chain": (chain, 1),
-}
-"""Name -> a move, and how often it is tried in relation to others."""
-
-FURTHER: Mapping[str, tuple[Move, int]] = {
     "share state": (share_state, 2),
     "split backwards": (split_backwards, 2),
 }
-"""Likewise, for the search from the best plan on."""
+"""Name -> a move, and how often it is tried in relation to others."""
 
-_ALL_MOVES = [*MOVES.items(), *FURTHER.items()]
-_BOUNDS = list(accumulate(weight for _, (_, weight) in _ALL_MOVES))
-_NAMED = [(name, move) for name, (move, _) in _ALL_MOVES]
-
-_SHARES = 79
-"""One more than the weights of ``MOVES``: a draw beyond them is repeated, so that a seed finds the
-plans that it found while there was one more move.
-"""
+_ALL = [move for move, _ in MOVES.values()]
+_BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
 
 
-def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft]:
-    """A move with something to do, if any, drawn by how often it is tried, and what it makes."""
-    shares, count = (_BOUNDS[-1], len(_NAMED)) if space.further else (_SHARES, len(MOVES))
+def draw(draft: Draft, space: Space, rng: Random) -> Draft:
+    """Make a move that has something to do, drawn by how often it is tried; the same draft if
+    many had nothing.
+    """
     for _ in MOVES:
-        place = bisect(_BOUNDS, rng.random() * shares)
-        if place < count:
-            name, move = _NAMED[place]
-            if made := move(draft, space, rng):
-                return name, made
-    return "", draft
+        move = _ALL[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
+        if made := move(draft, space, rng):
+            return made
+    return draft
 
 
 def _where(mask: NDArray[np.bool_]) -> Indices:

@@ -112,9 +112,9 @@ class Auto:
         )
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
-        count = min(self._first(cost), SETTINGS.neighbours) if coarse else self._first(cost)
+        count = min(self._first, SETTINGS.neighbours) if coarse else self._first
         starts = [("the user", start)] if start else self._starts(problem, coarse)
-        return Search(space, evaluate, starts, count, self.seed, self._rounds(cost))
+        return Search(space, evaluate, starts, count, self.seed, self._rounds)
 
     def without_flush(
         self,
@@ -132,11 +132,13 @@ class Auto:
         """
         graphs, cost = list(starts), self._shaped(cost)
         batch_size = graphs[0].batch_size
+        # There are no rounds from the best plan on.
+        evaluations = SETTINGS.evaluations * (1 + (cost.cluster.num_devices <= SETTINGS.few))
         return Search(
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
             Evaluator(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
             [("another planner", graph) for graph in graphs],
-            self._first(cost) if self.evaluations is None else self.evaluations,
+            evaluations if self.evaluations is None else self.evaluations,
             self.seed,
         )
 
@@ -150,19 +152,20 @@ class Auto:
             cost.memo[in_a_row] = row
         return replace(cost, profile=row)
 
-    def _first(self, cost: CostModel) -> int:
+    @property
+    def _first(self) -> int:
         """Drafts to evaluate from the starts, at most as many as by default."""
-        default = SETTINGS.evaluations * (2 if cost.cluster.num_devices <= SETTINGS.few else 1)
+        default = SETTINGS.evaluations
         return default if self.evaluations is None else min(self.evaluations, default)
 
-    def _rounds(self, cost: CostModel) -> list[int]:
+    @property
+    def _rounds(self) -> list[int]:
         """Drafts to evaluate in each round from the best plan on: those beyond the default, too, so
         that a search with more of them does all that one with fewer does.
         """
-        first, default = self._first(cost), replace(self, evaluations=None)._first(cost)
-        beyond = (self.evaluations or 0) - default
-        more = max(beyond, 0) // SETTINGS.further
-        return [SETTINGS.further * first // default] + [SETTINGS.further] * more
+        beyond = max((self.evaluations or 0) - SETTINGS.evaluations, 0)
+        first = SETTINGS.further * self._first // SETTINGS.evaluations
+        return [first] + [SETTINGS.further] * (beyond // SETTINGS.further)
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """Proposals of other planners and for a coarser model; the last error if there are none."""

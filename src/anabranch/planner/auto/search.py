@@ -10,7 +10,7 @@ from random import Random
 
 from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of, variants
-from anabranch.planner.auto.loops import branches, loops, near_loops, turns_back
+from anabranch.planner.auto.loops import branches, loops, near_loops
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -28,7 +28,8 @@ class Search:
     Args:
         starts: what the search begins with, as it comes.
         evaluations: drafts to evaluate.
-        rounds: drafts to evaluate in each round from the best plan on, see ``again``.
+        rounds: drafts to evaluate in each round from the best plan on, see ``again``. More as large
+            as the last one follow while they find shorter plans, ``SETTINGS.more_rounds`` at most.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class Search:
     ) -> None:
         self._space, self._evaluate, self._starts = space, evaluate, starts
         self._evaluations, self._rng = evaluations, Random(seed)
-        self._seed, self._rounds = seed, list(rounds)
+        self._seed, self._rounds, self._more = seed, list(rounds), SETTINGS.more_rounds
+        self._begun: tuple[StageGraph | None, int] = None, 0
         self._origins: dict[StageGraph, tuple[str, int]] = {}  # the start, and changes since then
         self._likely: list[StageGraph] = []
 
@@ -86,10 +88,15 @@ class Search:
             runs: how the best plan runs.
             choice: what of it may be chosen.
         """
-        if not self._rounds:
+        before, count = self._begun
+        if self._rounds:
+            count = self._rounds.pop(0)
+        elif before in (None, best) or not self._more:
             return []
-        count = self._rounds.pop(0)
-        space = replace(self._space, shared=choice.shared, split=choice.split, further=True)
+        else:
+            self._more -= 1
+        self._begun = best, count
+        space = replace(self._space, shared=choice.shared, split=choice.split)
         start = draft_of(best, self._space.cost)._replace(sharded=runs.shared, split=runs.split)
         others = (draft_of(graph, self._space.cost) for graph in self._likely)
         self._seed += 1
@@ -113,13 +120,8 @@ class Search:
         if not self._space.several:
             return []
         graphs = loops(self._space, limit, recompute=recompute and self._space.recompute)
-        ways = {True: "there and back", False: "again and again"}
-        return [
-            self._remember(
-                graph, f"a row of stages that passes the devices {ways[turns_back(graph)]}"
-            )
-            for graph in graphs
-        ]
+        origin = "a row of stages that passes the devices several times"
+        return [self._remember(graph, origin) for graph in graphs]
 
     def branches(self, limit: float) -> list[StageGraph]:
         """Stage graphs with a branch on each device and their join on one of these."""
@@ -168,10 +170,10 @@ class Search:
 
     def _neighbour(self, centre: Draft) -> tuple[Draft, int]:
         """A draft one or two moves away, and by how many."""
-        _, draft = draw(centre, self._space, self._rng)
+        draft = draw(centre, self._space, self._rng)
         if self._rng.random() < 0.5:
             return draft, 1
-        return draw(draft, self._space, self._rng)[1], 2
+        return draw(draft, self._space, self._rng), 2
 
     def _with_quicker_warm_up(self, graph: StageGraph, runs: Runs) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)

@@ -10,13 +10,14 @@ class Settings:
     """Tuned numbers of the search.
 
     Attributes:
-        evaluations: drafts that are evaluated at most; twice as many make steps .6 % shorter.
+        evaluations: drafts that are evaluated at most from the starts.
         most_passes: forwards of all stages from which on an evaluation counts once for every
-            ``passes`` of them. With twelve stages and a thousand micro-batches 5,000 drafts gave
-            plans as short as 40,000; from 1,000 on a small model's plan was 3 % longer.
-        few: on so many devices or fewer it is twice as many, and DAPPLE's plans are starts, too.
-        further: drafts that are evaluated besides, from the best plan on; a limit on evaluations
-            beyond the default goes there.
+            ``passes`` of them: from 1,000 on a small model's plan was 3 % longer, and for every 500
+            GNMT's were 1 to 2 %.
+        few: on so many devices or fewer DAPPLE's plans are starts, too.
+        further: drafts that are evaluated in a round from the best plan on; a limit on evaluations
+            beyond the default goes to more such rounds.
+        more_rounds: rounds at most that follow while each finds a shorter plan.
         starts: proposals of other planners that are annealed first: the most promising, unlike each
             other. Then the better half of what that ends with, for twice as long, down to two.
         hot: temperature at the beginning of a round, as a share of the step: drafts so much slower
@@ -40,8 +41,9 @@ class Settings:
 
     evaluations: int = 20_000
     further: int = 6_000
+    more_rounds: int = 5
     most_passes: int = 2_000
-    passes: int = 500
+    passes: int = 1_000
     few: int = 16
     starts: int = 8
     hot: float = 0.01

@@ -27,7 +27,6 @@ class Space:
         flush: stages may differ in micro-batch size and in k, and the warm-up may be deep.
         shared: replicas may share the optimizer's state, or not.
         split: backwards may be split.
-        further: all moves are made, not only those that change stages and devices.
         most_replicas: of a stage.
         several: devices may have several stages.
     """
@@ -39,7 +38,6 @@ class Space:
     flush: bool = True
     shared: bool = False
     split: bool = False
-    further: bool = False
     most_replicas: int = 1
     several: bool = True
 
