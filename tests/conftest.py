@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from anabranch.compiled import Compiled, functions
 from anabranch.planner.auto import settings as search_settings
+from tests import exported_once
 
 # No test reads or writes what the user's own commands keep: captures, and what was measured on the
 # machine at hand. The workers of a run share what they keep.
@@ -25,6 +26,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 search_settings.SETTINGS = replace(
     search_settings.SETTINGS, evaluations=300, further=300, neighbours=100
 )
+
+exported_once.install()
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)

@@ -1,0 +1,100 @@
+"""Exports made once by each worker of the tests, for modules that only differ in their weights.
+
+A quarter of the time of all tests was in ``torch.export``, half of it for modules that another test
+had exported before. Tests in ``tests/graph``, which are about exports themselves, make their own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from anabranch.graph import exporter
+from anabranch.graph.attributes_read import AttributesRead
+from anabranch.graph.export import ReturnsLoss
+
+_SOURCES = {"anabranch", "benchmarks", "builtins", "tests", "torch", "transformers"}
+"""Packages of classes that no test writes; a model in a file of a test's own may read anything."""
+
+_export: Any = exporter.export
+_made: dict[Hashable, tuple[torch.export.ExportedProgram, Any, Any, Any]] = {}
+
+
+class _Description(pickle.Pickler):
+    """All of a module, in bytes, but for the values of parameters, buffers and the batch: of those
+    it has type, place and memory. Other tensors, which a program keeps, are refused, as is what has
+    no name, such as a class within a function.
+    """
+
+    def __init__(self, file: io.BytesIO, wrapped: ReturnsLoss, batch: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.held = {id(t) for t in (*wrapped.parameters(), *wrapped.buffers(), *batch)}
+        self.tensors: dict[int, int] = {}
+        self.memory: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self.held:
+            raise pickle.PicklingError("a tensor of the forward's own")
+        number = self.tensors.setdefault(id(obj), len(self.tensors))
+        memory = self.memory.setdefault(obj.untyped_storage()._cdata, len(self.memory))
+        return number, memory, type(obj), *_kind(obj)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    place = tensor.storage_offset(), tensor.stride(), str(tensor.device)
+    return str(tensor.dtype), tuple(tensor.shape), place, tensor.requires_grad
+
+
+def _key(wrapped: ReturnsLoss, leaves: Sequence[torch.Tensor], options: Any) -> Hashable:
+    """All that an export depends on; None for a module that cannot be described."""
+    layout = wrapped._rebuild.__self__
+    description = io.BytesIO()
+    try:
+        _Description(description, wrapped, layout.leaves).dump([wrapped.module, layout, options])
+    except Exception:
+        return None
+    # Tests change methods of classes.
+    classes = dict.fromkeys(c for m in wrapped.modules() for c in type(m).__mro__)
+    if any(kind.__module__.partition(".")[0] not in _SOURCES for kind in classes):
+        return None
+    methods = (value for kind in classes for value in vars(kind).values())
+    code = *classes, *(method for method in methods if callable(method))
+    settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+    return description.getvalue(), code, tuple(map(_kind, leaves)), settings
+
+
+def _export_once(
+    wrapped: ReturnsLoss, leaves: list[torch.Tensor], reads: AttributesRead, **options: Any
+) -> torch.export.ExportedProgram:
+    is_own = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/graph/")
+    key = None if is_own else _key(wrapped, leaves, options)
+    if key is None:
+        return _export(wrapped, leaves, reads, **options)
+    if key not in _made:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            exported = _export(wrapped, leaves, reads, **options)
+        for each in caught:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        if caught or _key(wrapped, leaves, options) != key:  # the forward changes the module
+            return exported
+        _made[key] = exported, set(reads._changes), list(reads._kept), set(wrapped.pairs)
+    exported, changes, kept, pairs = _made[key]
+    wrapped.pairs |= pairs
+    reads._changes |= changes
+    for path, name in kept:
+        reads._keep(path, name, reads._module.get_submodule(path))
+    return exported
+
+
+def install() -> None:
+    """Have all captures of this process ask here first."""
+    exporter.export = _export_once
