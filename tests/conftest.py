@@ -1,14 +1,19 @@
 """Settings for all tests."""
 
 import atexit
+import ctypes
 import fcntl
 import gc
 import os
+import re
 import shutil
+import sys
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -63,3 +68,26 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+_in_large_pages = 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have Linux copy less for each rank: a fork copies an entry for every page of a process, which
+    is 0.04 s of 0.15 s for a rank, and pages are of 2 MiB here instead of 4 KiB.
+    """
+    global _in_large_pages
+    if sys.platform != "linux" or item.get_closest_marker("dist") is None:
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    if pages < _in_large_pages + 25_000:
+        return
+    _in_large_pages, size, collapse = pages, 2 << 20, 25  # MADV_COLLAPSE, which may be refused
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    private = r"^(\w+)-(\w+) rw-p \S+ 00:00 0\s*(?:\[heap\])?$"
+    for begin, end in re.findall(private, Path("/proc/self/maps").read_text(), re.MULTILINE):
+        first, last = -(-int(begin, 16) // size) * size, int(end, 16) // size * size
+        if first < last:
+            advise(first, last - first, collapse)
