@@ -10,14 +10,16 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from anabranch.graph import exporter
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.export import ReturnsLoss
+from anabranch.graph.module_state import with_attributes
 
 _SOURCES = {"anabranch", "benchmarks", "builtins", "tests", "torch", "transformers"}
 """Packages of classes that no test writes; a model in a file of a test's own may read anything."""
@@ -34,6 +36,7 @@ class _Description(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, wrapped: ReturnsLoss, batch: Sequence[Any]) -> None:
         super().__init__(file)
+        self.fast = True  # equal objects are alike, whether they are one object or two
         self.held = {id(t) for t in (*wrapped.parameters(), *wrapped.buffers(), *batch)}
         self.tensors: dict[int, int] = {}
         self.memory: dict[int, int] = {}
@@ -58,7 +61,10 @@ def _key(wrapped: ReturnsLoss, leaves: Sequence[torch.Tensor], options: Any) -> 
     layout = wrapped._rebuild.__self__
     description = io.BytesIO()
     try:
-        _Description(description, wrapped, layout.leaves).dump([wrapped.module, layout, options])
+        with with_attributes(_without_recorders(wrapped)):
+            _Description(description, wrapped, layout.leaves).dump(
+                [wrapped.module, layout, options]
+            )
     except Exception:
         return None
     # Tests change methods of classes.
@@ -69,6 +75,21 @@ def _key(wrapped: ReturnsLoss, leaves: Sequence[torch.Tensor], options: Any) -> 
     code = *classes, *(method for method in methods if callable(method))
     settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
     return description.getvalue(), code, tuple(map(_kind, leaves)), settings
+
+
+def _without_recorders(wrapped: ReturnsLoss) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Attributes of models of transformers without the hooks that their first call leaves, which
+    only act where hidden states are asked for.
+    """
+    for part in wrapped.modules():
+        hooks = {
+            number: hook
+            for number, hook in part._forward_hooks.items()
+            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+        }
+        yield part, "_forward_hooks", hooks
+        if type(part).__module__.startswith("transformers."):
+            yield part, "_output_capturing_hooks_installed", True
 
 
 def _export_once(
