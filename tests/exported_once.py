@@ -11,6 +11,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,10 +39,14 @@ class _Description(pickle.Pickler):
         super().__init__(file)
         self.fast = True  # equal objects are alike, whether they are one object or two
         self.held = {id(t) for t in (*wrapped.parameters(), *wrapped.buffers(), *batch)}
+        self.lambdas: list[FunctionType] = []
         self.tensors: dict[int, int] = {}
         self.memory: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType) and obj.__name__ == "<lambda>" and not obj.__closure__:
+            self.lambdas.append(obj)
+            return len(self.lambdas)
         if not isinstance(obj, torch.Tensor):
             return None
         if id(obj) not in self.held:
@@ -62,9 +67,8 @@ def _key(wrapped: ReturnsLoss, leaves: Sequence[torch.Tensor], options: Any) -> 
     description = io.BytesIO()
     try:
         with with_attributes(_without_recorders(wrapped)):
-            _Description(description, wrapped, layout.leaves).dump(
-                [wrapped.module, layout, options]
-            )
+            found = _Description(description, wrapped, layout.leaves)
+            found.dump([wrapped.module, layout, options])
     except Exception:
         return None
     # Tests change methods of classes.
@@ -72,7 +76,7 @@ def _key(wrapped: ReturnsLoss, leaves: Sequence[torch.Tensor], options: Any) -> 
     if any(kind.__module__.partition(".")[0] not in _SOURCES for kind in classes):
         return None
     methods = (value for kind in classes for value in vars(kind).values())
-    code = *classes, *(method for method in methods if callable(method))
+    code = *found.lambdas, *classes, *(method for method in methods if callable(method))
     settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
     return description.getvalue(), code, tuple(map(_kind, leaves)), settings
 
