@@ -111,20 +111,22 @@ def test_more_evaluations_only_add_rounds():
     assert few.again(UNEVEN, WHOLE, WHOLE) == first
     assert len(first[0][0]) == 1
     assert all("plan of hand" in many.origin(graph) for graph, _ in first)
+    second = many.again(UNEVEN, WHOLE, WHOLE)
+    assert few.again(UNEVEN, WHOLE, WHOLE) == second != []
     assert few.again(UNEVEN, WHOLE, WHOLE) == []
     assert many.again(UNEVEN, WHOLE, WHOLE) != []
 
 
 def test_rounds_follow_while_they_find_shorter_plans():
-    """The round that begins with the best plan of the one before is not begun again, and so many
-    come at most.
-    """
+    """Until two in a row begin with the same plan, and so many come at most."""
     found, plans = search(0, rounds=[20]), [UNEVEN, stages("000111", "000111")]
-    assert found.again(UNEVEN, WHOLE, WHOLE) != []
-    assert found.again(UNEVEN, WHOLE, WHOLE) == []
-    for number in range(SETTINGS.more_rounds):
-        assert found.again(plans[(number + 1) % 2], WHOLE, WHOLE) != []
+    for number in range(1 + SETTINGS.more_rounds):
+        assert found.again(plans[number % 2], WHOLE, WHOLE) != []
     assert found.again(stages("000000", "000000"), WHOLE, WHOLE) == []
+    found = search(0, rounds=[20])
+    for plan in (plans[0], plans[0], plans[1], plans[1]):
+        assert found.again(plan, WHOLE, WHOLE) != []
+    assert found.again(plans[1], WHOLE, WHOLE) == []
 
 
 def test_a_round_chooses_how_plans_run():
