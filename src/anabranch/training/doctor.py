@@ -197,7 +197,7 @@ def _of_graph(captured: Captured) -> list[str]:
             f"the graph does not show whether {some(captured.assumed)} computes across samples: "
             "numbers of two halves of a batch decide, or Workload(per_sample=...)"
         )
-    untold = [name for name, degree in captured.degrees.items() if degree is None]
+    untold = [name for name, total in captured.totals.items() if total == "coupled"]
     if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
         findings.append(
             f"the metric {some(metrics)} is no sum or mean over samples: what is shown is the "
