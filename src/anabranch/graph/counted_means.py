@@ -28,47 +28,28 @@ _MEAN, _SUM = 1, 2
 
 
 def counted_means(program: FlatProgram) -> FlatProgram:
-    """The same program, in which a mean over the classes that are not ignored is a sum over a count
-    of them.
+    """The same program, in which a mean over the classes that are not ignored, or over the entries
+    that a mask chooses, is a sum over a count of them.
     """
     for node in program.calls:
-        if base_name(node) not in _COUNTED or not has_classes(node):
-            continue
-        options = arguments(node)
-        if options["reduction"] != _MEAN:
-            continue
-        count = _count(node, options)
-        total = insert(node, node.target, *(options | {"reduction": _SUM}).values())
-        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
-        program.graph.erase_node(node)
-    return program
-
-
-def chosen_means(program: FlatProgram) -> FlatProgram:
-    """The same program, in which a mean over the entries that a mask chooses, ``x[mask].mean()``,
-    is a sum over a count of them.
-    """
-    losses = REDUCED - _NOT_SUMMED
-    for node in program.calls:
-        if (name := base_name(node)) not in losses | {"mean", "div"}:
-            continue
-        options, read = arguments(node), node.all_input_nodes
+        name, options, read = base_name(node), arguments(node), node.all_input_nodes
         if name == "div" and len(read) == 2 and base_name(read[1]) == "sym_size":
             # x[mask].sum() / len(x[mask])
             count = _chosen_count(node, read[1].all_input_nodes[0], by_row=True)
             if count is not None:
                 node.replace_input_with(read[1], count)
             continue
-        is_mean = node.target is _aten.mean.default
-        is_loss = name in losses and options.get("reduction") == _MEAN
-        count = _chosen_count(node, read[0], by_row=name in _BY_ROW) if is_mean or is_loss else None
-        if count is None:
-            continue
-        target = _aten.sum.default if is_mean else node.target
-        in_order, by_name = inputs_of(target, options | {"reduction": _SUM})
-        total = insert(node, target, *in_order, **by_name)
-        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
-        program.graph.erase_node(node)
+        is_mean, count = node.target is _aten.mean.default, None
+        if name in _COUNTED and has_classes(node) and options["reduction"] == _MEAN:
+            count = _count(node, options)
+        elif is_mean or (name in REDUCED - _NOT_SUMMED and options.get("reduction") == _MEAN):
+            count = _chosen_count(node, read[0], by_row=name in _BY_ROW)
+        if count is not None:
+            target = _aten.sum.default if is_mean else node.target
+            in_order, by_name = inputs_of(target, options | {"reduction": _SUM})
+            total = insert(node, target, *in_order, **by_name)
+            node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
+            program.graph.erase_node(node)
     return program
 
 

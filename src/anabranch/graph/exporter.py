@@ -20,7 +20,7 @@ from torch.export.graph_signature import TensorArgument
 from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
-from anabranch.graph.counted_means import chosen_means, counted_means
+from anabranch.graph.counted_means import counted_means
 from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -208,7 +208,7 @@ class Exporter:
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
                 )
-        program = chosen_means(counted_means(program))
+        program = counted_means(program)
         self.rewrites, refusals = rewrite(program, self.rewrites)
         self.refusals = self.refusals or refusals
         return program

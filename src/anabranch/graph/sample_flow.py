@@ -376,14 +376,10 @@ class _Follower:
             return Flow("mean" if is_mean else "sum", known) if is_mean or how == 2 else None
         if name == "mean":
             return None if ragged else Flow("mean", known)
-        is_count = name in COUNTS and not ragged and _adds_to_nothing(node, name)
+        from_zero = not name.endswith("_add") or _is_zero(node.args[0])
+        is_count = name in COUNTS and not ragged and from_zero
         is_sum = is_count or name == "sum" or (name in PRODUCTS and len(moving) == 2)
         return Flow("sum", known) if is_sum else None
-
-
-def _adds_to_nothing(node: fx.Node, name: str) -> bool:
-    """True if a sum by classes begins with zeros."""
-    return not name.endswith("_add") or _is_zero(node.args[0])
 
 
 def _is_zero(value: Any) -> bool:
