@@ -14,7 +14,7 @@ from torch import nn
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
+from anabranch.graph.loss_kinds import SENTENCES, LossKind, told
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
 from anabranch.plans.check import stage_bytes
@@ -197,16 +197,13 @@ def _of_graph(captured: Captured) -> list[str]:
             f"the graph does not show whether {some(captured.assumed)} computes across samples: "
             "numbers of two halves of a batch decide, or Workload(per_sample=...)"
         )
-    untold = [name for name, total in captured.totals.items() if total == "coupled"]
-    if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
+    if kind != "coupled" and "coupled" in captured.totals.values():
+        untold = [name for name, total in captured.totals.items() if total == "coupled"]
         findings.append(
-            f"the metric {some(metrics)} is no sum or mean over samples: what is shown is the "
+            f"the metric {some(untold)} is no sum or mean over samples: what is shown is the "
             "mean of what the micro-batches have"
         )
-    if captured.graph.normalised:
-        findings.append(told_normalised(captured.graph.normalised))
-    if captured.graph.stateful:
-        findings.append(told_stateful(captured.graph.stateful))
+    findings += told(None, captured.graph.normalised, captured.graph.stateful)
     whole = split(captured, [[op.name for op in captured.graph.ops]])
     if is_random(whole.program(0, captured.programs.samples).module):
         findings.append(
