@@ -20,9 +20,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Built-in models by name, with options that make them cheap to capture."""
 
-ARCHITECTURES = ("Bert", "GPT2", "T5", "CLIP", "Whisper", "EmbeddingBags")
-"""Those of others that nobody wrote for pipelines."""
-
 
 def captured_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[Captured, Any]:
     """A model in layers, captured once in this process, and its batch; leave both as they are."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import anabranch
 from anabranch.checkpoint.series import checkpoints
+from anabranch.runtime.plan_parts import prepare
 from anabranch.training import JsonLines, SaveEvery, train
 from anabranch.workload import Batch, Workload
 from benchmarks.trainings.tasks import Score, Task
@@ -50,6 +51,7 @@ def pipelined(task: Task, workload: Workload, score: Score) -> tuple[anabranch.P
         microbatch_size=task.microbatch_size,
         max_replicas=1,
     )
+    prepare(captured, plan.stage_graph, workload)  # once, rather than by every rank
     with tempfile.TemporaryDirectory() as scratch:
         run, log = Path(scratch, "run"), Path(scratch, "log.jsonl")
 

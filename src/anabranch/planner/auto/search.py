@@ -29,7 +29,7 @@ class Search:
         starts: what the search begins with, as it comes.
         evaluations: drafts to evaluate.
         rounds: drafts to evaluate in each round from the best plan on, see ``again``. More as large
-            as the last one follow while they find shorter plans, ``SETTINGS.more_rounds`` at most.
+            as the last one follow, ``SETTINGS.more_rounds`` at most, until two in a row find none.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Search:
         self._evaluations, self._rng = evaluations, Random(seed)
         self._seed, self._rounds, self._more = seed, list(rounds), SETTINGS.more_rounds
         self._begun: tuple[StageGraph | None, int] = None, 0
+        self._failed = 0  # rounds in a row that have found nothing
         self._origins: dict[StageGraph, tuple[str, int]] = {}  # the start, and changes since then
         self._likely: list[StageGraph] = []
 
@@ -91,9 +92,12 @@ class Search:
         before, count = self._begun
         if self._rounds:
             count = self._rounds.pop(0)
-        elif before in (None, best) or not self._more:
+        elif before is None or not self._more:
             return []
         else:
+            self._failed = self._failed + 1 if before == best else 0
+            if self._failed > SETTINGS.more_tries:
+                return []
             self._more -= 1
         self._begun = best, count
         space = replace(self._space, shared=choice.shared, split=choice.split)
