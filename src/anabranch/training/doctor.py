@@ -27,6 +27,7 @@ from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.data_feed import refusal_of_data
 from anabranch.runtime.optimizer_facts import refuse_unsupported, require_recipe_updates
+from anabranch.schedule import glossary
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -253,7 +254,7 @@ def report(examination: Examination) -> str:
         yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
         where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
         lines += ["", f"the first plan to try, {where} ({yours}):", plan.summary()]
-        lines += filter(None, [plan.glossary])
+        lines += filter(None, [glossary(plan)])
         if plan.machines is not None and plan.machines.device == "cpu":
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "

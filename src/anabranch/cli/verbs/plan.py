@@ -98,6 +98,7 @@ def plan(
     from anabranch import solve
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
+    from anabranch.schedule import glossary
 
     start_plan = load_plan(start) if start is not None else None
     cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
@@ -219,7 +220,7 @@ def plan(
         return
     lines = [*gains(others, best), faster(others, best), flushed]
     say(best.summary([line for line in lines if line]))
-    say(best.glossary)
+    say(glossary(best))
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":
