@@ -34,6 +34,8 @@ class Bounded(Mean):
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         self.to(x.device).head.weight.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            self.body[0].weight.clamp_(-0.2, 0.2)
         return super().forward(x, y, label)
 
 

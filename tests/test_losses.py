@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from anabranch import launch, solve
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError, TrainingError
+from anabranch.errors import CaptureError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.graph.loss_kinds import told
 from anabranch.plans.check import stage_bytes
@@ -185,6 +185,21 @@ class Swapped(Tokens):
         scores = self.scores(x)
         other = scores[scores[:, 0].argmax(-1).clamp(max=1)]
         return (scores - other).square().mean()
+
+
+class BoundedAfterUse(Tokens):
+    """Bounds a weight that it has read: the next micro-batch would read it otherwise."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        loss = self.scores(x).square().mean()
+        self.head.weight.data.clamp_(-0.1, 0.1)
+        return loss
+
+
+def test_a_weight_that_is_bounded_after_it_was_read_is_refused() -> None:
+    """The first micro-batch would have the loss of other weights than those after it."""
+    with pytest.raises(CaptureError, match=r"changes head.weight, .* in place .*clamp_"):
+        capture(BoundedAfterUse(), batch(4))
 
 
 def test_zero_against_zero_is_no_proof() -> None:

@@ -40,15 +40,16 @@ def random_stages(graph: OpGraph, count: int, seed: int) -> list[list[str]]:
 
 
 def run_stages(
-    parts: Split, batch: Any, *, backward: bool = True
+    parts: Split, batch: Any, *, backward: bool = True, rows: slice = slice(None)
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Forward through all stages, backward in reverse; returns the loss and the metrics.
 
     What crosses is detached and contiguous, as if it had been sent. Gradients end in the
-    parameters.
+    parameters. Only some ``rows`` of the batch are run.
     """
     captured = parts.captured
     leaves = captured.programs.with_statistics(captured.layout.flatten(batch))
+    leaves = {name: leaf[rows] for name, leaf in leaves.items()}
     samples = next(iter(leaves.values())).shape[0]
     programs = [parts.program(s, samples) for s in range(parts.num_stages)]
     parameters = dict(captured.module.named_parameters())

@@ -73,10 +73,11 @@ def captured(
         (mean, "mean"),
         (total, "sum"),
         (spread, "coupled"),
+        (lambda h: h.mean() + mean(h).exp(), "coupled"),
         (lambda x: unpadded(2 * padded(x)).square().mean(), "mean"),
         (lambda x: mean(x) + x.square().mean(), "mean"),
     ],
-    ids=["mean", "sum", "coupled", "other leading size", "two terms"],
+    ids=["mean", "sum", "coupled", "not linear", "other leading size", "two terms"],
 )
 def test_numbers_of_two_halves_decide(loss: Callable[[Tensor], Tensor], kind: str) -> None:
     """Two halves of the example make the loss of the whole, or the operator couples samples."""

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from anabranch.plans.plan import Plan, Prediction, memory_text
 from anabranch.plans.stages import Stage, StageGraph, slice_sizes, split_evenly
-from anabranch.schedule import SCHEDULES
 
 
 def two_branches(microbatch_size: int = 4, batch_size: int = 10) -> StageGraph:
@@ -153,16 +152,6 @@ def test_a_summary_says_that_the_optimizer_is_sharded_where_it_is():
     said = "a shard of the optimizer's state"
     assert said in summary(Stage(("a",), (0, 1), 4), Stage(("b",), (2,), 4))
     assert said not in summary(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_schedule_of_a_plan_is_explained(name: str):
-    """Below plans of several stages: the order of passes."""
-    plan = Plan(two_branches(), name, "p", "m", "c", "", 0.0, 0.0, None)
-    said = plan.glossary.rpartition(f"{name}: ")[2]
-    words = {"gpipe": "all forwards", "1f1b": "in turn", "deep": "longer", "split": "gradients"}
-    words |= {"zb": "gradients of inputs", "h2": "longer"}
-    assert all(text in said for part, text in words.items() if part in name)
 
 
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 6))

@@ -6,7 +6,8 @@ import pytest
 
 from anabranch.errors import AnabranchError, InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
-from anabranch.schedule import SCHEDULES, compute_order, rule_named, schedule_of
+from anabranch.plans.plan import Plan
+from anabranch.schedule import SCHEDULES, compute_order, glossary, rule_named, schedule_of
 from anabranch.schedule.schedule import Kind, Schedule
 from tests.simulator.helpers import stage_graph
 
@@ -22,6 +23,16 @@ def test_a_schedule_has_its_messages():
 def test_the_order_alone():
     """The same computes without messages."""
     assert str(compute_order(TWO, "1f1b")) == "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedule_of_a_plan_is_explained(name: str):
+    """Below plans of several stages: the order of passes."""
+    plan = Plan(TWO, name, "p", "m", "c", "", 0.0, 0.0, None)
+    said = glossary(plan).rpartition(f"{name}: ")[2]
+    words = {"gpipe": "all forwards", "1f1b": "in turn", "deep": "longer", "split": "gradients"}
+    words |= {"zb": "gradients of inputs", "h2": "longer"}
+    assert all(text in said for part, text in words.items() if part in name)
 
 
 def test_what_a_list_says_of_itself():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.cluster import Cluster
+from anabranch.schedule import glossary
 from anabranch.training.doctor import Examination, examine, report
 from anabranch.workload import NamedParameters, Workload
 from tests.losses import Contrastive, Masked, Tokens, batch
@@ -96,7 +97,7 @@ def test_a_plan_and_the_memory_of_its_devices() -> None:
     text = report(found)
     assert f"torch {torch.__version__}" in text
     assert "the first plan to try, for summit:1x2" in text
-    assert found.plan.glossary in text
+    assert glossary(found.plan) in text
 
 
 def test_a_chain_has_nothing_to_gain() -> None:

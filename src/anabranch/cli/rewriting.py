@@ -147,7 +147,7 @@ def plan_with_rewrites(
         key = ",".join(names)
         announce(f"trying rewrite {key}")
         try:
-            rewritten = profile_of(replace(source, rewrites=names))
+            rewritten = profile_of(replace(source, rewrites=names, batch_size=None))
             announce(f"planning with rewrite {key}")
             tried.plans[key] = search(rewritten), rewritten
         except (CaptureError, InfeasiblePlanError) as error:

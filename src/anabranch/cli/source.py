@@ -41,7 +41,8 @@ class ModelSource:
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
         facts: for a JSON document, filled as the model is read: ``kept_capture``, whether an
             earlier command captured it.
-        captures: made here, for who looks at them.
+        batch_size: samples that training would have at once, if a note is to say why it would
+            refuse the data of the user's own function.
     """
 
     model: str
@@ -50,10 +51,8 @@ class ModelSource:
     granularity: str = "layer"
     keep: bool = True
     rewrites: tuple[str, ...] = ()
+    batch_size: int | None = None
     facts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
-    captures: list[tuple[Workload, Captured]] = field(
-        default_factory=list, init=False, compare=False
-    )
 
     @property
     def is_file(self) -> bool:
@@ -103,7 +102,11 @@ class ModelSource:
         granularity = cast("Granularity", self.granularity)
         with self._capturing():
             captured = capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
-        self.captures.append((workload, captured))
+        if self.batch_size is not None and ":" in self.model:
+            from anabranch.runtime.data_feed import refusal_of_data
+
+            if refusal := refusal_of_data(captured, workload, self.batch_size):
+                note(f"a plan can be made, but training would refuse its data: {refusal}")
         return captured
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_integer(node: fx.Node) -> bool:
+    """True for a tensor of whole numbers."""
+    value = tensor(node)
+    return value is not None and not (value.dtype.is_floating_point or value.dtype is torch.bool)
+
+
 def value_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs of a call whose entries its value depends on."""
     name, inputs = base_name(node), node.all_input_nodes
@@ -59,6 +65,13 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     values = {argument.name: argument.default_value for argument in declared}
     values |= {argument.name: value for argument, value in zip(declared, node.args, strict=False)}
     return values | node.kwargs
+
+
+def inputs_of(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as those in order and those by keyword."""
+    declared = target._schema.arguments
+    in_order = tuple(options[a.name] for a in declared if not a.kwarg_only)
+    return in_order, {a.name: options[a.name] for a in declared if a.kwarg_only}
 
 
 def is_size(node: fx.Node, argument: str) -> bool:

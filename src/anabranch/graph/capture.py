@@ -27,7 +27,7 @@ from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_calls, schema_name
-from anabranch.graph.flows import Assumption, Flow, above, loss_kind
+from anabranch.graph.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.group import FREE, Grouping, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph
@@ -141,8 +141,7 @@ class Captured:
             the batch.
         batch_dims: value of the graph -> which dimension is the samples, None where there is none.
         unused: trainable parameters that the loss does not depend on.
-        degrees: loss and metrics -> the power of the number of samples in it: the value of a batch
-            is the sum over slices of (n / n of the slice) ** degree times that of the slice. None
+        totals: loss and metrics -> how that of a batch follows from those of its slices; coupled
             where only the whole batch tells.
         coupling: operations that are right for the whole batch only.
         assumption: on operators that the graph does not tell enough about.
@@ -161,7 +160,7 @@ class Captured:
     value_calls: tuple[int, ...]
     batch_dims: tuple[int | None, ...]
     unused: tuple[str, ...]
-    degrees: Mapping[str, int | None]
+    totals: Mapping[str, Total]
     coupling: tuple[Coupling, ...]
     assumption: Assumption
     assumed: tuple[str, ...]
@@ -209,10 +208,7 @@ class Captured:
         whole batch tells count by samples.
         """
         share = samples / batch_size
-        return {
-            name: share if degree is None else float(share**-degree)
-            for name, degree in self.degrees.items()
-        }
+        return {name: 1.0 if total == "sum" else share for name, total in self.totals.items()}
 
     @remembered
     def evaluation(self) -> Captured:
@@ -293,9 +289,10 @@ def _captured(
         )
     flow = sample_flow(program, other, module, assumption)
     whole_batch = WholeBatch.of(program, flow)
-    degrees = {
-        name: _degree(flow.flows[node])
-        for name, node in zip(exporter.outputs, program.outputs, strict=True)
+    kinds = [flow.flows[node].kind for node in program.outputs]
+    totals: dict[str, Total] = {
+        name: kind if kind in ("sum", "coupled") else "mean"
+        for name, kind in zip(exporter.outputs, kinds, strict=True)
     }
     kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
     program, other = whole_batch.put_in(program), whole_batch.put_in(other)
@@ -338,7 +335,7 @@ def _captured(
         value_calls=calls,
         batch_dims=dims,
         unused=_unused(module, program),
-        degrees=degrees,
+        totals=totals,
         coupling=couplings,
         assumption=assumption,
         assumed=flow.assumed,
@@ -354,7 +351,7 @@ def _is_per_sample(captured: Captured) -> bool:
         return True
     try:
         twin = captured.evaluation()
-        return halves_agree(twin.programs, twin.layout, twin.degrees)
+        return halves_agree(twin.programs, twin.layout, twin.totals)
     except (CaptureError, RuntimeError):
         return True
 
@@ -367,13 +364,6 @@ def _reordering(captured: Captured) -> frozenset[CallKey]:
         return calls and reordering_calls(twin.programs, twin.layout, calls)
     except (CaptureError, RuntimeError):
         return calls
-
-
-def _degree(flow: Flow) -> int | None:
-    """The power of the number of samples in an output; one without samples is its own mean."""
-    if flow.kind in ("additive", "statistic"):
-        return flow.degree if flow.is_sum else None
-    return None if flow.kind == "coupled" else -1
 
 
 def _couplings(

@@ -20,6 +20,7 @@ from torch.export.graph_signature import TensorArgument
 from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
+from anabranch.graph.counted_means import counted_means
 from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -36,7 +37,6 @@ from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_s
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.tracing import rare_collection, without_raising_guards
-from anabranch.graph.whole_batch import chosen_means, counted_means
 from anabranch.remembered import remembered
 
 
@@ -208,7 +208,7 @@ class Exporter:
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
                 )
-        program = chosen_means(counted_means(program))
+        program = counted_means(program)
         self.rewrites, refusals = rewrite(program, self.rewrites)
         self.refusals = self.refusals or refusals
         return program

@@ -160,13 +160,19 @@ def trains_norm(node: fx.Node) -> bool:
 
 def is_bounding(node: fx.Node) -> bool:
     """True for a call that bounds what it writes to, the same values to the same ones however often
-    it is called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``).
+    it is called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``)
+    before anything else reads them.
     """
-    bounds = node.args[1:]
-    is_clamp = schema_name(node) == "aten::clamp_" and not any(
-        isinstance(b, fx.Node) for b in bounds
-    )
-    return is_clamp or schema_name(node) == "aten::embedding_renorm_"
+    if schema_name(node) != "aten::clamp_" or any(isinstance(b, fx.Node) for b in node.args[1:]):
+        return schema_name(node) == "aten::embedding_renorm_"
+    own = node.meta["storage"]
+    for call in node.graph.nodes:
+        if call is node:
+            break
+        is_read = any(source.meta.get("storage") == own for source in call.all_input_nodes)
+        if is_read and call.meta.get("storage") != own:
+            return False
+    return True
 
 
 def written(node: fx.Node) -> list[fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -12,6 +12,10 @@ from anabranch.graph.call_traits import arguments
 from anabranch.graph.flat_program import CallKey, upstream
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.sample_axis import SampleAxis
+
+Total = Literal["mean", "sum", "coupled"]
+"""How a scalar of a batch follows from those of its slices: as their mean over samples, as their
+sum, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +38,12 @@ class Assumption:
 @dataclass(frozen=True, slots=True)
 class Flow:
     """Dependence of one value on the samples; ``known``: on nothing but the batch and constants.
-    ``is_sum`` is false for a statistic that is no sum over samples, such as a ratio of two.
     ``counts`` is true for a constant that counts samples, such as where the tokens of an expert
     begin, and for what is made of it.
     """
 
-    kind: Literal["constant", "samples", "additive", "statistic", "coupled"]
-    degree: int = 0
+    kind: Literal["constant", "samples", "sum", "mean", "statistic", "coupled"]
     known: bool = True
-    is_sum: bool = True
     counts: bool = False
 
 
@@ -87,10 +88,16 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
     value = flow.flows[loss]
     if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
-    numbers = {use: arguments(use.call).get(str(use.argument)) for use in flow.uses if use.share}
-    if above([use.call for use, n in numbers.items() if not isinstance(n, int | float)], loss):
+    shares = [use for use in flow.uses if use.share]
+    # A number of Python's is that of the samples, not a count of what is in them.
+    counts = [use.call for use in shares if not isinstance(_divisor(use), int | float)]
+    if above(counts, loss):
         return "weighted mean"
-    return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
+    return "sum" if value.kind == "sum" else "mean"
+
+
+def _divisor(use: StatisticUse) -> Any:
+    return arguments(use.call)[use.argument] if isinstance(use.argument, str) else use.argument
 
 
 def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:

@@ -28,26 +28,20 @@ def told(
     kind: LossKind | None, normalised: Sequence[str], stateful: Sequence[str] = ()
 ) -> list[str]:
     """Sentences on a loss that is no mean over samples, on modules that take statistics of a
-    micro-batch, and on state that the forward changes; none where nothing is to be said.
+    micro-batch, and on buffers and frozen parameters that the forward changes; none where nothing
+    is to be said.
     """
     said = [] if kind in (None, "mean") else [f"the loss is {SENTENCES[kind]}"]
-    said += [told_normalised(normalised)] if normalised else []
-    return [*said, told_stateful(stateful)] if stateful else said
-
-
-def told_stateful(names: Sequence[str]) -> str:
-    """A sentence on buffers and frozen parameters that the forward changes."""
-    return (
-        f"the forward changes {some(names)}: once per micro-batch and replica, as "
-        "with gradient accumulation, not once per batch; one micro-batch without replicas, or a "
-        "change between the steps, is as in one process"
-    )
-
-
-def told_normalised(modules: Sequence[str]) -> str:
-    """A sentence on batch normalisation in modules under micro-batches."""
-    return (
-        f"batch normalisation in {some(modules)}: its statistics are those of a "
-        "micro-batch, as with gradient accumulation; SyncBatchNorm takes those of the whole batch, "
-        "GroupNorm does not depend on it"
-    )
+    if normalised:
+        said.append(
+            f"batch normalisation in {some(normalised)}: its statistics are those of a "
+            "micro-batch, as with gradient accumulation; SyncBatchNorm takes those of the whole "
+            "batch, GroupNorm does not depend on it"
+        )
+    if stateful:
+        said.append(
+            f"the forward changes {some(stateful)}: once per micro-batch and replica, as "
+            "with gradient accumulation, not once per batch; one micro-batch without replicas, or "
+            "a change between the steps, is as in one process"
+        )
+    return said

@@ -22,7 +22,9 @@ from anabranch.graph.flat_program import (
     PARAMETER,
     FlatProgram,
     PlaceholderSource,
+    upstream,
 )
+from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.slices import view_named, whole_name
@@ -250,13 +252,16 @@ class Programs:
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
     ) -> bool:
-        """True if the statistics of every slice of a batch are in proportion to its samples."""
-        if not self._whole_batch.statistics:
+        """True if the statistics that the loss reads are in proportion to the samples of slices."""
+        program = self.example
+        above = upstream(program.outputs[:1])
+        read = {program.sources[node].name for node in above if node in program.sources}
+        if not (names := self.statistics & read):
             return True
         whole = self.with_statistics(tensors)
         for start, stop in slices:
             part = self.with_statistics(_sliced(tensors, start, stop))
-            for name in self.statistics:
+            for name in names:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
         return True
@@ -298,15 +303,13 @@ TOLERANCE = 1e-2
 samples differs by tens of percent."""
 
 
-def halves_agree(
-    programs: Programs, layout: BatchLayout, degrees: Mapping[str, int | None]
-) -> bool:
+def halves_agree(programs: Programs, layout: BatchLayout, totals: Mapping[str, Total]) -> bool:
     """Compare loss and metrics of the example's halves with those of the whole example: it tells
     what the graph does not show, whether an operator of another library computes across samples.
 
     Args:
         programs: of a module with values, in evaluation mode, so that nothing is dropped out.
-        degrees: the loss and the metrics, in the order of the programs' outputs, see ``Captured``.
+        totals: of the loss and the metrics, in the order of the outputs, see ``Captured``.
 
     Raises:
         CaptureError: if the module does not run with as many samples.
@@ -321,9 +324,9 @@ def halves_agree(
         for start, stop in slices
     )
     return all(
-        math.isclose(sum(part) * 2.0**degree, total, rel_tol=TOLERANCE, abs_tol=1e-6)
-        for degree, total, *part in zip(degrees.values(), whole, *parts, strict=True)
-        if degree is not None
+        math.isclose(math.fsum(part) / (1 + (kind == "mean")), one, rel_tol=TOLERANCE, abs_tol=1e-6)
+        for kind, one, *part in zip(totals.values(), whole, *parts, strict=True)
+        if kind != "coupled"
     )
 
 

@@ -4,19 +4,13 @@ A batch is computed in slices. Read in program order, each value of the program 
 
     constant    without samples: parameters, buffers, numbers
     samples     one part per sample, which depends on that sample alone
-    additive    one for the batch: a sum over samples (``degree`` 0), or a mean (-1)
+    sum, mean   one for the batch: a sum or a mean over samples
     statistic   known of the batch's own tensors, and not of their slices: a count, x.softmax(0)
     coupled     anything else that several samples decide: right for the whole batch only
 
-What a sum or a mean of the batch is follows from those of its slices::
-
-    value of the batch  =  sum over slices of  (n / n_slice) ** degree  *  value of the slice
-
-    loss.sum()  degree 0        loss.mean()  degree -1
-
 A statistic is known before the forward begins, so it is put in as that of the whole batch
 (``whole_batch``), and so is a number that is made of that of the samples. A sum that is divided by
-a statistic is a *weighted mean*, and just as additive.
+a statistic is a *weighted mean*, and a mean as well.
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
@@ -33,11 +27,12 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from anabranch.graph.across_samples import is_across, is_index
 from anabranch.graph.call_traits import (
     arguments,
     base_name,
-    dims_along,
     has_classes,
+    is_integer,
     is_size,
     tensor,
     value_inputs,
@@ -55,11 +50,9 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
 from anabranch.graph.operations import (
-    ALONG,
     ARITHMETIC,
     BATCH_NORMS,
     BY_CLASS,
-    CONVOLUTIONS,
     COUNTS,
     LINEAR,
     NUMBERED,
@@ -68,8 +61,11 @@ from anabranch.graph.operations import (
     REDUCED,
     SCATTERS,
 )
-from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_in_order, sample_axes
+from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
 from anabranch.graph.whole_batch import with_tensor
+
+_TOTALS = ("sum", "mean")
+"""Kinds of values that slices have instead of samples, and that add up."""
 
 
 def sample_flow(
@@ -101,14 +97,16 @@ class _Follower:
                 source = self.program.sources[node]
                 is_leaf = source.kind == BATCH_LEAF
                 kind: Any = "samples" if is_leaf else "constant"
-                self.flows[node] = Flow(kind, 0, source.kind != PARAMETER)
+                self.flows[node] = Flow(kind, source.kind != PARAMETER)
                 if source.kind == CONSTANT and not self.is_same(node):
-                    self.flows[node] = Flow("statistic", is_sum=False)
+                    self.flows[node] = Flow("statistic")
             elif node.op == "get_attr":
                 self.flows[node] = Flow("constant")
             elif node.op == "call_function":
                 self.flows[node] = self.with_counts(node, self.followed(node))
                 self.write(node)
+            else:
+                self.put_in(node)  # the loss and the metrics
         return SampleFlow(
             self.flows,
             tuple(dict.fromkeys(self.coupling)),
@@ -116,6 +114,19 @@ class _Follower:
             tuple(dict.fromkeys(self.uses)),
             tuple(dict.fromkeys(self.assumed)),
         )
+
+    def axis(self, node: fx.Node) -> SampleAxis:
+        """The samples of a value; none in what is no tensor."""
+        return self.axes.get(node, SampleAxis(-1))
+
+    def is_place(self, node: fx.Node, index: fx.Node) -> bool:
+        """True if a call reads a value as places of samples."""
+        return is_index(node, index, self.axes)
+
+    def mixes(self, node: fx.Node) -> bool:
+        """True for an operation across samples whose result has samples."""
+        known = [n for n in node.all_input_nodes if self.flows[n].known]
+        return is_across(node, self.axes, self.program.samples, known)
 
     def is_same(self, node: fx.Node) -> bool:
         """True if a tensor made of Python's numbers is the same for any number of samples."""
@@ -140,10 +151,10 @@ class _Follower:
         if not any(f.counts for f in inputs) or value is None:
             return flow
         is_weight = base_name(node).rstrip("_") in ARITHMETIC and value.requires_grad
-        if is_weight and any(f.kind in ("samples", "additive") for f in inputs):
+        if is_weight and any(f.kind in ("samples", *_TOTALS) for f in inputs):
             self.coupling.append(node)
-            has_axis = self.axes.get(node, SampleAxis(-1)).dim >= 0
-            return Flow("samples" if has_axis else "coupled", 0, False)
+            has_axis = self.axis(node).dim >= 0
+            return Flow("samples" if has_axis else "coupled", False)
         return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
@@ -151,7 +162,7 @@ class _Follower:
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
         is_random = any(word in base_name(node) for word in RANDOM)
         known = all(self.flows[source].known for source in read) and not is_random
-        axis = self.axes.get(node, SampleAxis(-1))
+        axis = self.axis(node)
         # Where rows of the whole batch are put in, they are as a tensor of the batch is.
         inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
         if axis.dim < 0 or axis.trouble == PAIRS:
@@ -172,36 +183,38 @@ class _Follower:
         if kinds <= {"constant"}:
             return self.without_samples(node, axis, known)
         # What is known is the whole batch's until something learned reads it.
-        of_rows = (self.has_rows(n) and not self.is_index(node, n) for n in value_inputs(node))
+        rows = filter(self.has_rows, value_inputs(node))
         is_part = base_name(node) == "getitem" and inputs[0].kind == "statistic" and axis.dim >= 0
-        if known and axis.trouble != RAGGED and (is_part or any(of_rows)):
+        if (
+            known
+            and axis.trouble != RAGGED
+            and (is_part or not all(self.is_place(node, n) for n in rows))
+        ):
             return None
         if tensor(node) is None:
             return self.several(node, inputs, known)
         if axis.dim >= 0 or axis.trouble == RAGGED:
             return self.per_sample(node, inputs, known)
         if self.counts_reordered(node):
-            return Flow("constant", 0, known, counts=True)
+            return Flow("constant", known, counts=True)
         flow = self.for_batch(node, inputs, known)
-        if known and flow is not None and flow.kind == "additive":
-            return Flow("statistic", flow.degree)
-        return flow
+        return Flow("statistic") if known and flow is not None and flow.kind in _TOTALS else flow
 
     def together(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
         """The flow of a value that the whole batch tells alone: put in where it is known."""
         self.uses = [use for use in self.uses if use.call is not node]
         if known and not axis.trouble:
-            return Flow("statistic", is_sum=False)
+            return Flow("statistic")
         if known:
             return Flow("coupled")  # its readers have the whole batch
         self.coupling.append(node)
         has_axis = (axis.dim >= 0 or axis.trouble == RAGGED) and axis.trouble != PAIRS
-        return Flow("samples" if has_axis else "coupled", 0, False)
+        return Flow("samples" if has_axis else "coupled", False)
 
     def has_rows(self, node: fx.Node) -> bool:
         """True for a value with samples that is known of the whole batch alone."""
         is_statistic = self.flows[node].kind == "statistic"
-        return is_statistic and self.axes.get(node, SampleAxis(-1)).dim >= 0
+        return is_statistic and self.axis(node).dim >= 0
 
     def by_assumption(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """A value of an unknown operator in which the samples cannot be seen; None for others.
@@ -210,7 +223,7 @@ class _Follower:
         operator's own, as tokens by expert are, and so has what is made of it.
         """
         value, kinds = tensor(node), {flow.kind for flow in inputs}
-        if value is None or "coupled" in kinds or not kinds & {"samples", "additive"}:
+        if value is None or "coupled" in kinds or not kinds & {"samples", *_TOTALS}:
             return None
         operator = self.unknown_operator(node)
         # A size that depends on the data is not compared.
@@ -221,9 +234,9 @@ class _Follower:
             self.assumed.append(operator)
         if not is_scalar:
             self.rearranged.add(node)
-            return Flow("samples", 0, known)
+            return Flow("samples", known)
         is_sum = operator not in self.assumption.per_sample and self.assumption.unknown == "sum"
-        return Flow("statistic" if known else "additive", 0 if is_sum else -1)
+        return Flow("statistic") if known else Flow("sum" if is_sum else "mean", known)
 
     def unknown_operator(self, node: fx.Node) -> str:
         """Name of the operator that makes a value, if the assumption is about it."""
@@ -239,7 +252,7 @@ class _Follower:
         """Test for a value without gradient that counts what was put into another order, as the
         tokens of each expert are: the graph does not tell whether that brings them back.
         """
-        axes = [self.axes.get(n, SampleAxis(-1)) for n in node.all_input_nodes]
+        axes = [self.axis(n) for n in node.all_input_nodes]
         value = tensor(node)
         return (
             value is not None
@@ -251,15 +264,13 @@ class _Follower:
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow | None:
         """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
-            is_place = bool(axis.trouble) and _is_integer(node)
+            is_place = bool(axis.trouble) and is_integer(node)
             is_alike = base_name(node) not in NUMBERED and self.put_in(node)
-            return Flow("samples", 0, known) if is_place or is_alike else None
+            return Flow("samples", known) if is_place or is_alike else None
         changed = self.changed(node)
         if known and changed:
-            # Made of the number of samples, such as torch.tensor(len(x)).
-            is_sum = all(b == 2 * a for a, b in changed.values())
-            return Flow("statistic", is_sum=is_sum)
-        return Flow("constant", 0, known) if self.put_in(node) else None
+            return Flow("statistic")  # made of the number of samples, such as torch.tensor(len(x))
+        return Flow("constant", known) if self.put_in(node) else None
 
     def several(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """Several tensors, each of which ``getitem`` takes out; or a number."""
@@ -267,10 +278,10 @@ class _Follower:
         if name in BATCH_NORMS:
             self.normalise(node)
         if {flow.kind for flow in inputs} <= {"constant", "statistic"}:
-            return Flow("statistic", 0, known)
+            return Flow("statistic", known)
         # The order of what is sorted may be undone later.
-        is_mixed = self.mixes(node, name) and (known or requires_grad(node))
-        return Flow("samples", 0, known) if self.put_in(node) and not is_mixed else None
+        is_mixed = self.mixes(node) and (known or requires_grad(node))
+        return Flow("samples", known) if self.put_in(node) and not is_mixed else None
 
     def normalise(self, node: fx.Node) -> None:
         """Note a normalisation over a micro-batch, or the whole batch, as ``SyncBatchNorm`` is."""
@@ -280,12 +291,12 @@ class _Follower:
     def per_sample(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """A value with samples."""
         name = base_name(node).rstrip("_")
-        is_coupled = any(flow.kind == "additive" for flow in inputs) or self.mixes(node, name)
+        is_coupled = any(flow.kind in _TOTALS for flow in inputs) or self.mixes(node)
         if is_coupled or not self.put_in(node):
             return None
         if name in BATCH_NORMS and trains_norm(node):
             self.normalise(node)
-        return Flow("samples", 0, known)
+        return Flow("samples", known)
 
     def put_in(self, node: fx.Node, *, share: bool = False) -> bool:
         """Note the statistics and the numbers that a call reads of the whole batch; False if it
@@ -295,8 +306,8 @@ class _Follower:
             if self.flows[source].kind != "statistic" or tensor(source) is None:
                 continue
             axis = self.axes[source] if self.has_rows(source) else None
-            is_place = self.is_index(node, source) or (_is_integer(node) and _is_integer(source))
-            if axis is None or not is_place:
+            is_place = is_integer(node) and is_integer(source)
+            if axis is None or not (is_place or self.is_place(node, source)):
                 self.uses.append(StatisticUse(node, source, share, axis))
         numbers = self.changed(node)
         for name, value in arguments(node).items():
@@ -320,47 +331,6 @@ class _Follower:
             and any(map(_differ, tree_leaves(a), tree_leaves(b)))
         }
 
-    def is_index(self, node: fx.Node, index: fx.Node) -> bool:
-        """True if a call reads a value as places of samples, as torch.arange(n) has them: they are
-        those in its slice.
-        """
-        options, source = arguments(node), node.all_input_nodes[0]
-        dim, value = self.axes.get(source, SampleAxis(-1)).dim, tensor(source)
-        indices = options.get("indices", options.get("index"))
-        if isinstance(indices, list | tuple):
-            return _is_integer(index) and index in indices and indices.index(index) == dim
-        is_along = value is not None and dim in dims_along(node, value.dim())
-        return (indices is index and is_along) or options.get("offsets") is index
-
-    def mixes(self, node: fx.Node, name: str) -> bool:
-        """True for an operation across samples whose result has samples."""
-        source = node.all_input_nodes[0]
-        axis, value = self.axes.get(source, SampleAxis(-1)), tensor(source)
-        if value is None:
-            return False
-        dim, rank, options = axis.dim, value.dim(), arguments(node)
-        if axis.trouble == RAGGED:
-            dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
-        if dim < 0:
-            return False
-        index = dict(enumerate(options["indices"])).get(dim) if name == "index" else None
-        if name in ("gather", "index_select") and dim in dims_along(node, rank):
-            index = options["index"]
-        if index is not None and not is_in_order(index):
-            # What is known of the batch alone names samples of all of it.
-            place, is_sample = self.axes[index], value.shape[dim] == self.program.samples
-            is_known = self.flows[index].known and place.dim >= 0 and not place.trouble
-            return axis.trouble == RAGGED or (is_known and is_sample)
-        if name in ALONG | SCATTERS:
-            return dim in dims_along(node, rank)
-        if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return dim >= rank - len(options["normalized_shape"])
-        if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
-            return dim > 0
-        if "scaled_dot_product" in name:
-            return dim >= rank - 2
-        return False
-
     def for_batch(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """A value without samples that is made from some."""
         name = base_name(node).rstrip("_")
@@ -368,81 +338,52 @@ class _Follower:
         kinds = {flow.kind for flow in inputs}
         if kinds <= {"constant", "statistic"}:
             if known:
-                return self.of_statistics(node, name, inputs)
-            return Flow("constant", 0, False) if self.put_in(node) else None
-        moving = [flow for flow in inputs if flow.kind in ("samples", "additive")]
-        if kinds & {"samples"}:
-            is_sliced = "additive" not in kinds and self.put_in(node)
+                return Flow("statistic")
+            return Flow("constant", False) if self.put_in(node) else None
+        moving = [flow for flow in inputs if flow.kind in ("samples", *_TOTALS)]
+        if "samples" in kinds:
+            is_sliced = kinds.isdisjoint(_TOTALS) and self.put_in(node)
             return self.reduced(node, name, moving, known) if is_sliced else None
         # Of values without samples alone.
-        (degree, *others) = {flow.degree for flow in moving}
-        if others:
+        if kinds.issuperset(_TOTALS):
             return None
-        first = self.flows[sources[0]]
-        is_divided = name == "div" and first.kind == "additive" and len(moving) == 1
-        share = is_divided and not degree and ("statistic" in kinds or bool(self.changed(node)))
+        is_mean, all_move = "mean" in kinds, len(moving) == len(inputs)
+        is_first = self.flows[sources[0]].kind in _TOTALS and len(moving) == 1
+        is_divided = name == "div" and is_first
+        share = is_divided and not is_mean and ("statistic" in kinds or bool(self.changed(node)))
         if name in LINEAR or name in ("stack", "cat"):
-            is_sum = len(moving) == len(inputs)
+            is_linear = all_move
         elif name in SCATTERS:
             # What is left of a constant is its own mean, and a sum where it is zero.
-            is_sum = len(moving) == len(inputs) or degree == -1 or _is_zero(sources[0])
+            is_linear = all_move or is_mean or _is_zero(sources[0])
         elif name in ("add", "sub", "rsub"):
             # A constant is its own mean, and no sum.
-            is_sum = self.all_add(node, moving, degree)
+            terms = node.args[:2]
+            is_linear = is_mean or len(terms) == len(moving) or 0 in terms
         elif name == "linear":
-            is_sum = len(moving) == 1 and first.kind == "additive" and degree == -1
+            is_linear = is_first and is_mean
         else:
-            is_sum = is_divided or (name in ("mul", "where") and len(moving) == 1)
-        is_sum = is_sum and self.put_in(node, share=share)
-        return Flow("additive", degree - share, known) if is_sum else None
-
-    def of_statistics(self, node: fx.Node, name: str, inputs: list[Flow]) -> Flow:
-        """A statistic, which is a sum where it is linear in one, or adds several up."""
-        terms = [flow for flow in inputs if flow.kind == "statistic"]
-        degree = terms[0].degree
-        is_sum = all(flow.is_sum and flow.degree == degree for flow in terms)
-        if name in ("add", "sub", "rsub"):
-            is_sum &= len(terms) == len(inputs) and self.all_add(node, terms, degree)
-        else:
-            first, *others = node.args or (None,)
-            is_linear = name in LINEAR or (name in ("mul", "div") and isinstance(first, fx.Node))
-            is_sum &= is_linear and not any(isinstance(other, fx.Node) for other in others)
-        return Flow("statistic", degree, is_sum=is_sum and not self.changed(node))
-
-    def all_add(self, node: fx.Node, moving: list[Flow], degree: int) -> bool:
-        """True if all terms of a sum have that degree; constants are means."""
-        terms = node.args[:2]
-        constant = len(terms) - len(moving)
-        return constant == 0 or degree == -1 or any(_is_number(t) and t == 0 for t in terms)
+            is_linear = is_divided or (name in ("mul", "where") and len(moving) == 1)
+        is_linear = is_linear and self.put_in(node, share=share)
+        return Flow("mean" if is_mean or share else "sum", known) if is_linear else None
 
     def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow | None:
         """A reduction over the samples."""
-        ragged = any(
-            self.axes.get(n, SampleAxis(-1)).trouble == RAGGED for n in node.all_input_nodes
-        )
+        ragged = any(self.axis(n).trouble == RAGGED for n in node.all_input_nodes)
         if name in REDUCED:
             how = arguments(node).get("reduction")
             is_mean = how == 1 and not (ragged or (name in BY_CLASS and has_classes(node)))
-            return Flow("additive", -1 if is_mean else 0, known) if is_mean or how == 2 else None
+            return Flow("mean" if is_mean else "sum", known) if is_mean or how == 2 else None
         if name == "mean":
-            return None if ragged else Flow("additive", -1, known)
-        is_count = name in COUNTS and not ragged and _adds_to_nothing(node, name)
+            return None if ragged else Flow("mean", known)
+        from_zero = not name.endswith("_add") or _is_zero(node.args[0])
+        is_count = name in COUNTS and not ragged and from_zero
         is_sum = is_count or name == "sum" or (name in PRODUCTS and len(moving) == 2)
-        return Flow("additive", 0, known) if is_sum else None
-
-
-def _adds_to_nothing(node: fx.Node, name: str) -> bool:
-    """True if a sum by classes begins with zeros."""
-    return not name.endswith("_add") or _is_zero(node.args[0])
+        return Flow("sum", known) if is_sum else None
 
 
 def _is_zero(value: Any) -> bool:
     return isinstance(value, fx.Node) and base_name(value) in ("zeros", "zeros_like", "new_zeros")
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value = tensor(node)
-    return value is not None and not (value.dtype.is_floating_point or value.dtype is torch.bool)
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -150,21 +150,27 @@ def _storage(node: fx.Node) -> int | None:
 
 def _constant_truth(tensor: torch.Tensor) -> bool | None:
     """The truth of a traced tensor that is the same for any batch, None for others."""
-    truths, calls = set(), _constant_calls(tensor)
-    for factor in (1, 2) if calls else ():
-        values: dict[fx.Node, Any] = {}
-        with unset_fake_temporarily(), disable_proxy_modes_tracing():
-            for node in calls or ():
-                call: Any = node.target
-                if call is torch.ops.aten.sym_size.int:  # of the samples
-                    values[node] = factor * node.meta["val"].node.hint
-                else:
-                    given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                    # A meta device has no values, and a GPU may not be here.
-                    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
-                    values[node] = call(*args, **kwargs)
-            truths.add(bool(values[(calls or [])[-1]]))
-    return truths.pop() if len(truths) == 1 else None
+    if (calls := _constant_calls(tensor)) is None:
+        return None
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        once, twice = (bool(_computed(calls, times)) for times in (1, 2))
+    return once if once == twice else None
+
+
+def _computed(calls: list[fx.Node], times: int) -> torch.Tensor:
+    """The value of the last call for so many times the samples."""
+    values: dict[fx.Node, Any] = {}
+    for node in calls:
+        call: Any = node.target
+        if call is torch.ops.aten.sym_size.int:
+            values[node] = times * node.meta["val"].node.hint
+        else:
+            given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            # A meta device has no values, and a GPU may not be here.
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+            values[node] = call(*args, **kwargs)
+    result: torch.Tensor = values[calls[-1]]
+    return result
 
 
 def _goes_on(frame: FrameType, left_out: set[str]) -> bool | None:

@@ -30,16 +30,13 @@ their micro-batches and replicas.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import arguments, base_name, has_classes, tensor
+from anabranch.graph.call_traits import arguments, base_name, inputs_of, tensor
 from anabranch.graph.flat_program import (
     APART,
     BATCH_LEAF,
@@ -51,7 +48,7 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.flows import SampleFlow, above
-from anabranch.graph.operations import BY_CLASS, COUNTS, REDUCED, words
+from anabranch.graph.operations import COUNTS
 from anabranch.graph.sample_axis import SampleAxis
 
 WHOLE_BATCH_LOSS = "whole_batch_loss"
@@ -61,11 +58,11 @@ _FOLDED_NUMEL = 4096
 """Numbers of a sum that are sent per sample where what it sums cannot be; so many experts."""
 
 _aten = torch.ops.aten
-Sums = tuple[tuple[int, int], ...]
+Sums = tuple[tuple[int, bool], ...]
 
 
 def batch_sums(program: FlatProgram, flow: SampleFlow) -> Sums:
-    """Sums that a coupled loss reads, by the position of their call, with their degree."""
+    """Sums that a coupled loss reads: the position of their call, and whether it is a mean."""
     loss = program.outputs[0]
     coupled = above(flow.coupling, loss)
     if not coupled:
@@ -77,7 +74,7 @@ def batch_sums(program: FlatProgram, flow: SampleFlow) -> Sums:
         if flow.flows[node].kind != "samples" and without_samples.issuperset(users):
             without_samples.add(node)
     return tuple(
-        (position, flow.flows[node].degree)
+        (position, flow.flows[node].kind == "mean")
         for position, node in enumerate(program.calls)
         if node in led_to
         and node in without_samples
@@ -91,9 +88,9 @@ def _is_sum(node: fx.Node, flow: SampleFlow) -> bool:
     """True for a sum or a mean of values with samples, a count included."""
     result = flow.flows[node]
     is_count = result.counts and base_name(node).rstrip("_") in COUNTS | {"sum"}
-    is_sum = result.kind == "additive" and result.degree in (0, -1)
     of_samples = any(flow.flows[source].kind == "samples" for source in node.all_input_nodes)
-    return (is_sum or is_count) and of_samples and tensor(node) is not None
+    is_sum = result.kind in ("sum", "mean") or is_count
+    return is_sum and of_samples and tensor(node) is not None
 
 
 def _is_small(node: fx.Node, program: FlatProgram, flow: SampleFlow) -> bool:
@@ -114,22 +111,21 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
     of the sums count.
     """
     behind = dict[fx.Node, None]()
-    for position, degree in sums:
+    for position, is_mean in sums:
         value = calls[position]
         readers = [user for user in program.calls if value in user.all_input_nodes]
         ones = [1] * value.meta["val"].dim()
-        if degree == 0:
-            row = insert(readers[0], _aten.unsqueeze.default, value, 0)
-            padding = [0, 0] * len(ones) + [0, program.samples - 1]
-            rows = insert(readers[0], _aten.constant_pad_nd.default, row, padding)
-            total = insert(
-                readers[0], _aten.sum.dim_IntList, rows, [0], dtype=rows.meta["val"].dtype
-            )
-            made = [row, rows]
-        else:
+        if is_mean:
             rows = insert(readers[0], _aten.repeat.default, value, [program.samples, *ones])
             total = insert(readers[0], _aten.mean.dim, rows, [0])
             made = [rows]
+        else:
+            row = insert(readers[0], _aten.unsqueeze.default, value, 0)
+            padding = [0, 0] * len(ones) + [0, program.samples - 1]
+            rows = insert(readers[0], _aten.constant_pad_nd.default, row, padding)
+            dtype = rows.meta["val"].dtype
+            total = insert(readers[0], _aten.sum.dim_IntList, rows, [0], dtype=dtype)
+            made = [row, rows]
         for node in made:
             node.meta.pop("nn_module_stack", None)
             node.meta |= {k: v for k, v in value.meta.items() if k == "nn_module_stack"}
@@ -145,103 +141,6 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
     for node in behind:
         node.meta |= {"nn_module_stack": {WHOLE_BATCH_LOSS: (f"module.{WHOLE_BATCH_LOSS}", "")}}
         node.meta[APART] = True
-
-
-_COUNTED = words("cross_entropy_loss nll_loss_nd")
-_BY_ROW = words("cosine_embedding_loss triplet_margin_loss")
-_NOT_SUMMED = BY_CLASS | words("ctc_loss multi_margin_loss multilabel_margin_loss")
-"""Losses whose mean is no sum over a count, or whose sum over nothing is undefined in PyTorch."""
-_MEAN, _SUM = 1, 2
-
-
-def counted_means(program: FlatProgram) -> FlatProgram:
-    """The same program, in which a mean over the classes that are not ignored is a sum over a count
-    of them.
-    """
-    for node in program.calls:
-        if base_name(node) not in _COUNTED or not has_classes(node):
-            continue
-        options = arguments(node)
-        if options["reduction"] != _MEAN:
-            continue
-        count = _count(node, options)
-        total = insert(node, node.target, *(options | {"reduction": _SUM}).values())
-        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
-        program.graph.erase_node(node)
-    return program
-
-
-def chosen_means(program: FlatProgram) -> FlatProgram:
-    """The same program, in which a mean over the entries that a mask chooses, ``x[mask].mean()``,
-    is a sum over a count of them.
-    """
-    losses = REDUCED - _NOT_SUMMED
-    for node in program.calls:
-        if (name := base_name(node)) not in losses | {"mean", "div"}:
-            continue
-        options, read = arguments(node), node.all_input_nodes
-        if name == "div" and len(read) == 2 and base_name(read[1]) == "sym_size":
-            # x[mask].sum() / len(x[mask])
-            count = _chosen_count(node, read[1].all_input_nodes[0], by_row=True)
-            if count is not None:
-                node.replace_input_with(read[1], count)
-            continue
-        is_mean = node.target is _aten.mean.default
-        is_loss = name in losses and options.get("reduction") == _MEAN
-        count = _chosen_count(node, read[0], by_row=name in _BY_ROW) if is_mean or is_loss else None
-        if count is None:
-            continue
-        target = _aten.sum.default if is_mean else node.target
-        in_order, by_name = _inputs(target, options | {"reduction": _SUM})
-        total = insert(node, target, *in_order, **by_name)
-        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
-        program.graph.erase_node(node)
-    return program
-
-
-def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:
-    """The number of entries, or of rows, of a value of which a mask decides the size; None for
-    others.
-    """
-    value = tensor(chosen)
-    if value is None or len(free := [n for n in value.shape if not isinstance(n, int)]) != 1:
-        return None
-    if (mask := _mask_of(chosen, str(free[0]))) is None:
-        return None
-    count = insert(before, _aten.sum.default, mask)
-    row_size = 1 if by_row else math.prod(n for n in value.shape if isinstance(n, int))
-    return count if row_size == 1 else insert(before, _aten.mul.Tensor, count, row_size)
-
-
-def _mask_of(node: fx.Node, size: str) -> fx.Node | None:
-    """The mask whose entries that are true make a size."""
-    while node.op == "call_function":
-        for source in node.all_input_nodes:
-            values = [v for v in tree_leaves(source.meta["val"]) if isinstance(v, Tensor)]
-            if any(str(n) == size for v in values for n in v.shape):
-                node = source
-                break
-        else:
-            break
-    read, *others = [*node.all_input_nodes, node]
-    masks = [n for n in others[:-1] if (v := tensor(n)) is not None and v.dtype is torch.bool]
-    kind, like = base_name(node), tensor(read)
-    if len(others) != 2 or len(masks) != 1 or kind not in ("index", "masked_select"):
-        return None
-    same = like is not None and like.shape == masks[0].meta["val"].shape
-    return masks[0] if kind == "index" or same else None
-
-
-def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
-    """Targets that are not ignored, each by the weight of its class."""
-    counts = insert(loss, _aten.ne.Scalar, options["target"], options["ignore_index"])
-    if options["weight"] is not None:
-        classes = insert(loss, _aten.mul.Tensor, options["target"], counts)
-        flat = insert(loss, _aten.flatten.using_ints, classes)
-        weights = insert(loss, _aten.index_select.default, options["weight"], 0, flat)
-        kept = insert(loss, _aten.flatten.using_ints, counts)
-        counts = insert(loss, _aten.mul.Tensor, weights, kept)
-    return insert(loss, _aten.sum.default, counts)
 
 
 def with_tensor(call: fx.Node, argument: str) -> Any:
@@ -325,14 +224,13 @@ class WholeBatch:
             sources[rows[-1]] = PlaceholderSource(BATCH_LEAF, name)
         for position, number in self.uses:
             reader, statistic = nodes[position], self.statistics[number]
-            result = reader.meta["val"]
             if statistic.axis is not None:
                 dim = statistic.axis.dim
                 moved = insert(reader, _aten.movedim.int, rows[number], 0, dim + 1)
                 read = insert(reader, _aten.flatten.using_ints, moved, dim, dim + 2)
             elif statistic.share:
                 read = insert(reader, _aten.sum.dim_IntList, rows[number], [0])
-                read = insert(reader, _aten.to.dtype, read, result.dtype)
+                read = insert(reader, _aten.to.dtype, read, reader.meta["val"].dtype)
             else:
                 read = insert(reader, _aten.select.int, rows[number], 0, 0)
             if statistic.argument:
@@ -393,11 +291,4 @@ def _set_number(call: fx.Node, argument: str, number: fx.Node) -> None:
     if dtype is not torch.bool:
         number = insert(call, _aten.to.dtype, number, dtype)
     options, target = arguments(call), with_tensor(call, argument)
-    call.target, (call.args, call.kwargs) = target, _inputs(target, options | {argument: number})
-
-
-def _inputs(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as those in order and those by keyword."""
-    declared = target._schema.arguments
-    in_order = tuple(options[a.name] for a in declared if not a.kwarg_only)
-    return in_order, {a.name: options[a.name] for a in declared if a.kwarg_only}
+    call.target, (call.args, call.kwargs) = target, inputs_of(target, options | {argument: number})

@@ -31,25 +31,17 @@ from anabranch.multimodal.towers import Packed, Tiled, VisionTower
 
 Encoder = VisionTower | PackedPatches | Sounds
 
+_TOWERS = "llava gemma3 paligemma internvl vipllava aya_vision cohere2_vision deepseek_vl got_ocr2"
+_TABLES = "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe"
+
 FAMILIES: Mapping[str, Mapping[str, Encoder]] = {
-    "llava": {"image": VisionTower()},
-    "gemma3": {"image": VisionTower()},
-    "paligemma": {"image": VisionTower()},
-    "internvl": {"image": VisionTower()},
-    "vipllava": {"image": VisionTower()},
-    "aya_vision": {"image": VisionTower()},
-    "cohere2_vision": {"image": VisionTower()},
-    "deepseek_vl": {"image": VisionTower()},
-    "got_ocr2": {"image": VisionTower()},
+    **{kind: {"image": VisionTower()} for kind in _TOWERS.split()},
     "llava_onevision": {"image": Packed()},
     "idefics3": {"image": Tiled()},
     "smolvlm": {"image": Tiled()},
     "qwen2_vl": {"image": PackedPatches()},
     "qwen2_5_vl": {"image": PackedPatches(has_windows=True)},
-    **{
-        kind: {"image": PackedPatches(has_table=True)}
-        for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-    },
+    **{kind: {"image": PackedPatches(has_table=True)} for kind in _TABLES.split()},
     "qwen2_5_omni_thinker": {"audio": Sounds(), "image": PackedPatches(has_windows=True)},
 }
 """``model_type`` of a configuration of transformers -> how its inputs are encoded, in the order in

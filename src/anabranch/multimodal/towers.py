@@ -48,7 +48,9 @@ class VisionTower:
         return Inputs({"pixel_values": pixels}, [rows] * len(pixels), count)
 
     def features(self, model: nn.Module, shape: tuple[int, ...]) -> int:
-        """Features of an image ``[3, height, width]``, by the model's own code without values."""
+        """Features of an image ``[3, height, width]``, or of tiles of one, by the model's own code
+        without values.
+        """
         known = _FEATURES.setdefault(model, {})
         if shape not in known:
             bare: Any = on_meta(model)
@@ -131,12 +133,7 @@ class Packed(VisionTower):
         """The images, with the rows that the library's own arrangement takes."""
         pixels, sizes = batch["pixel_values"], batch["image_sizes"]
         config, vision = model.config, model.config.vision_config
-        side = vision.image_size // vision.patch_size
-        # "default" drops the first feature, whatever it is.
-        extra = (vision.model_type == "clip_vision_model") - (
-            config.vision_feature_select_strategy == "default"
-        )
-        count = side**2 + extra
+        count = self.features(model, (1, *pixels.shape[2:])) - 1  # and a line break
         module = _file_of(model)
         numbers = batch.get("batch_num_images")
         per_sample = None if numbers is None else [int(number) for number in numbers]

@@ -266,19 +266,6 @@ class Plan:
             "is not of this model, and another plan may be faster; plan this model anew"
         )
 
-    @property
-    def glossary(self) -> str:
-        """Meaning of words in the summary that are not in everybody's; empty without stages."""
-        graph = self.stage_graph
-        if len(graph) == 1:
-            return ""
-        k = ", k at a time" if any(graph.group_size(s) > 1 for s in range(len(graph))) else ""
-        return (
-            "depth: stages that a micro-batch passes one after another; in flight: micro-batches "
-            f"between forward and backward in a stage, at most{k}; {self.schedule}: "
-            f"{_order_text(self.schedule)}"
-        )
-
     def summary(self, gains: Sequence[str] = ()) -> str:
         """Return the predicted figures and a table of the stages, as plain text.
 
@@ -313,18 +300,6 @@ class Plan:
             *self.notes,
         ]
         return "\n".join(lines)
-
-
-def _order_text(schedule: str) -> str:
-    """Describe the order of a schedule."""
-    is_split = schedule.startswith("zb-") or schedule.endswith("-split")
-    words = (
-        "all forwards, then all backwards" if schedule == "gpipe" else "",
-        "forward and backward in turn" if schedule.startswith("1f1b") else "",
-        "after a longer warm-up" if "-deep" in schedule or schedule == "zb-h2" else "",
-        "gradients of inputs before those of weights" if is_split else "",
-    )
-    return ", ".join(filter(None, words))
 
 
 def _turns_text(graph: StageGraph) -> str:

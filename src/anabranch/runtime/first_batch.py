@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.loss_kinds import told_stateful
+from anabranch.graph.loss_kinds import told
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.compute.outcome import Key
 from anabranch.runtime.compute.reverted import unchanged_state, without_gradients
@@ -136,8 +136,8 @@ class FirstBatch:
         """Say once what is not as in one process."""
         stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
         sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
-        if self._mesh.rank == 0 and stateful and sliced:
-            warnings.warn(told_stateful(stateful), stacklevel=7)
+        for sentence in told(None, (), stateful) if self._mesh.rank == 0 and sliced else ():
+            warnings.warn(sentence, stacklevel=7)
         optimizer, holders = self._state.optimizer, self._assignment.holders
         if optimizer is None or self._mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
             return

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from anabranch.errors import UnknownScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
 from anabranch.schedule.check import check_order, checked
@@ -24,6 +25,19 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
     "zb-h2": lambda: ZeroBubble(memory=2),
 }
 """Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge."""
+
+_IN_TURN, _SPLIT = "forward and backward in turn", "gradients of inputs before those of weights"
+_DEEP = "after a longer warm-up"
+ORDERS: Mapping[str, str] = {
+    "1f1b": _IN_TURN,
+    "1f1b-deep": f"{_IN_TURN}, {_DEEP}",
+    "gpipe": "all forwards, then all backwards",
+    "1f1b-split": f"{_IN_TURN}, {_SPLIT}",
+    "1f1b-deep-split": f"{_IN_TURN}, {_DEEP}, {_SPLIT}",
+    "zb-h1": _SPLIT,
+    "zb-h2": f"{_DEEP}, {_SPLIT}",
+}
+"""Name -> the order of passes in words."""
 
 LISTS = frozenset({"zb-h1", "zb-h2"})
 """List schedules, for which stages have the lengths of their passes and messages."""
@@ -44,6 +58,19 @@ def rule_named(name: str) -> ScheduleRule:
             f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto"
         )
     return SCHEDULES[name]()
+
+
+def glossary(plan: Plan) -> str:
+    """Meaning of words in a plan's summary that are not in everybody's; empty without stages."""
+    graph = plan.stage_graph
+    if len(graph) == 1:
+        return ""
+    k = ", k at a time" if any(graph.group_size(s) > 1 for s in range(len(graph))) else ""
+    return (
+        "depth: stages that a micro-batch passes one after another; in flight: micro-batches "
+        f"between forward and backward in a stage, at most{k}; {plan.schedule}: "
+        f"{ORDERS[plan.schedule]}"
+    )
 
 
 def schedule_of(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) -> Schedule:

@@ -14,7 +14,7 @@ from torch import nn
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
+from anabranch.graph.loss_kinds import SENTENCES, LossKind, told
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
 from anabranch.plans.check import stage_bytes
@@ -27,6 +27,7 @@ from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.data_feed import refusal_of_data
 from anabranch.runtime.optimizer_facts import refuse_unsupported, require_recipe_updates
+from anabranch.schedule import glossary
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -197,16 +198,13 @@ def _of_graph(captured: Captured) -> list[str]:
             f"the graph does not show whether {some(captured.assumed)} computes across samples: "
             "numbers of two halves of a batch decide, or Workload(per_sample=...)"
         )
-    untold = [name for name, degree in captured.degrees.items() if degree is None]
-    if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
+    if kind != "coupled" and "coupled" in captured.totals.values():
+        untold = [name for name, total in captured.totals.items() if total == "coupled"]
         findings.append(
-            f"the metric {some(metrics)} is no sum or mean over samples: what is shown is the "
+            f"the metric {some(untold)} is no sum or mean over samples: what is shown is the "
             "mean of what the micro-batches have"
         )
-    if captured.graph.normalised:
-        findings.append(told_normalised(captured.graph.normalised))
-    if captured.graph.stateful:
-        findings.append(told_stateful(captured.graph.stateful))
+    findings += told(None, captured.graph.normalised, captured.graph.stateful)
     whole = split(captured, [[op.name for op in captured.graph.ops]])
     if is_random(whole.program(0, captured.programs.samples).module):
         findings.append(
@@ -256,7 +254,7 @@ def report(examination: Examination) -> str:
         yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
         where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
         lines += ["", f"the first plan to try, {where} ({yours}):", plan.summary()]
-        lines += filter(None, [plan.glossary])
+        lines += filter(None, [glossary(plan)])
         if plan.machines is not None and plan.machines.device == "cpu":
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "

@@ -26,7 +26,7 @@ from anabranch import launch
 from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.changed_state import seen_writes
-from anabranch.graph.loss_kinds import told_normalised, told_stateful
+from anabranch.graph.loss_kinds import told
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -201,10 +201,7 @@ def verify(
     bitwise = loss == expected.loss and gradients.keys() == others.keys()
     bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
     error, worst_name = largest_error(gradients, others)
-    if captured.graph.normalised:
-        notes += (told_normalised(captured.graph.normalised),)
-    if captured.graph.stateful:
-        notes += (told_stateful(captured.graph.stateful),)
+    notes += (*told(None, captured.graph.normalised, captured.graph.stateful),)
     return VerifyResult(
         loss,
         expected.loss,

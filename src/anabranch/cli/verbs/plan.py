@@ -98,13 +98,14 @@ def plan(
     from anabranch import solve
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
+    from anabranch.schedule import glossary
 
     start_plan = load_plan(start) if start is not None else None
     cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     device, source = planning.device or cluster.device, model.source
     asked = named_rewrites(rewrite, source, planning.mode)
     fixed = start_plan.rewrites if start_plan is not None and asked is None else asked
-    source = replace(source, rewrites=fixed or ())
+    source = replace(source, rewrites=fixed or (), batch_size=planning.batch_size)
     is_timed = source.is_timed(device)
     if not is_timed:  # beside a capture, but not beside operators that are timed
         begin_compiling(planner)
@@ -133,12 +134,6 @@ def plan(
         )
 
     costs, optimizer = costs_of(source)
-    for workload, captured in source.captures if ":" in model.model else ():
-        from anabranch.runtime.data_feed import refusal_of_data
-
-        if refusal := refusal_of_data(captured, workload, planning.batch_size):
-            note(f"a plan can be made, but training would refuse its data: {refusal}")
-    source.captures.clear()  # a search may need the memory
     if is_timed:
         begin_compiling(planner)
     began = time.monotonic()
@@ -225,7 +220,7 @@ def plan(
         return
     lines = [*gains(others, best), faster(others, best), flushed]
     say(best.summary([line for line in lines if line]))
-    say(best.glossary)
+    say(glossary(best))
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":

@@ -95,6 +95,7 @@ def train(
         local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
     from anabranch.runtime.asynchronous.requirements import clipped_by_stage
+    from anabranch.schedule import glossary
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
@@ -116,7 +117,7 @@ def train(
         remark_crowded(shown)
     if is_first and not as_json:
         say(shown.summary())
-        say(shown.glossary)
+        say(glossary(shown))
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say(sentence)
         if training.resume is not None:

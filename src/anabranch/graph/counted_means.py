@@ -1,0 +1,98 @@
+"""Means over some entries of a batch, as labels that are not ignored, made sums over counts.
+
+``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which a slice
+has otherwise than its batch. As a sum over a count, the count can be that of the whole batch
+(``whole_batch``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from anabranch.graph.call_traits import arguments, base_name, has_classes, inputs_of, tensor
+from anabranch.graph.flat_program import FlatProgram, insert
+from anabranch.graph.operations import BY_CLASS, REDUCED, words
+
+_aten = torch.ops.aten
+_COUNTED = words("cross_entropy_loss nll_loss_nd")
+_BY_ROW = words("cosine_embedding_loss triplet_margin_loss")
+_NOT_SUMMED = BY_CLASS | words("ctc_loss multi_margin_loss multilabel_margin_loss")
+"""Losses whose mean is no sum over a count, or whose sum over nothing is undefined in PyTorch."""
+_MEAN, _SUM = 1, 2
+
+
+def counted_means(program: FlatProgram) -> FlatProgram:
+    """The same program, in which a mean over the classes that are not ignored, or over the entries
+    that a mask chooses, is a sum over a count of them.
+    """
+    for node in program.calls:
+        name, options, read = base_name(node), arguments(node), node.all_input_nodes
+        if name == "div" and len(read) == 2 and base_name(read[1]) == "sym_size":
+            # x[mask].sum() / len(x[mask])
+            count = _chosen_count(node, read[1].all_input_nodes[0], by_row=True)
+            if count is not None:
+                node.replace_input_with(read[1], count)
+            continue
+        is_mean, count = node.target is _aten.mean.default, None
+        if name in _COUNTED and has_classes(node) and options["reduction"] == _MEAN:
+            count = _count(node, options)
+        elif is_mean or (name in REDUCED - _NOT_SUMMED and options.get("reduction") == _MEAN):
+            count = _chosen_count(node, read[0], by_row=name in _BY_ROW)
+        if count is not None:
+            target = _aten.sum.default if is_mean else node.target
+            in_order, by_name = inputs_of(target, options | {"reduction": _SUM})
+            total = insert(node, target, *in_order, **by_name)
+            node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
+            program.graph.erase_node(node)
+    return program
+
+
+def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:
+    """The number of entries, or of rows, of a value of which a mask decides the size; None for
+    others.
+    """
+    value = tensor(chosen)
+    if value is None or len(free := [n for n in value.shape if not isinstance(n, int)]) != 1:
+        return None
+    if (mask := _mask_of(chosen, str(free[0]))) is None:
+        return None
+    count = insert(before, _aten.sum.default, mask)
+    row_size = 1 if by_row else math.prod(n for n in value.shape if isinstance(n, int))
+    return count if row_size == 1 else insert(before, _aten.mul.Tensor, count, row_size)
+
+
+def _mask_of(node: fx.Node, size: str) -> fx.Node | None:
+    """The mask whose entries that are true make a size."""
+    while node.op == "call_function":
+        for source in node.all_input_nodes:
+            values = [v for v in tree_leaves(source.meta["val"]) if isinstance(v, Tensor)]
+            if any(str(n) == size for v in values for n in v.shape):
+                node = source
+                break
+        else:
+            break
+    read, *others = [*node.all_input_nodes, node]
+    masks = [n for n in others[:-1] if (v := tensor(n)) is not None and v.dtype is torch.bool]
+    kind, like = base_name(node), tensor(read)
+    if len(others) != 2 or len(masks) != 1 or kind not in ("index", "masked_select"):
+        return None
+    same = like is not None and like.shape == masks[0].meta["val"].shape
+    return masks[0] if kind == "index" or same else None
+
+
+def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
+    """Targets that are not ignored, each by the weight of its class."""
+    counts = insert(loss, _aten.ne.Scalar, options["target"], options["ignore_index"])
+    if options["weight"] is not None:
+        classes = insert(loss, _aten.mul.Tensor, options["target"], counts)
+        flat = insert(loss, _aten.flatten.using_ints, classes)
+        weights = insert(loss, _aten.index_select.default, options["weight"], 0, flat)
+        kept = insert(loss, _aten.flatten.using_ints, counts)
+        counts = insert(loss, _aten.mul.Tensor, weights, kept)
+    return insert(loss, _aten.sum.default, counts)
