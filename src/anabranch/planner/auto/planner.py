@@ -132,13 +132,11 @@ class Auto:
         """
         graphs, cost = list(starts), self._shaped(cost)
         batch_size = graphs[0].batch_size
-        # There are no rounds from the best plan on.
-        evaluations = SETTINGS.evaluations * (1 + (cost.cluster.num_devices <= SETTINGS.few))
         return Search(
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
             Evaluator(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
             [("another planner", graph) for graph in graphs],
-            evaluations if self.evaluations is None else self.evaluations,
+            SETTINGS.evaluations if self.evaluations is None else self.evaluations,
             self.seed,
         )
 
