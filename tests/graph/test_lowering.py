@@ -51,12 +51,13 @@ def test_constructed_tensors_follow_the_device() -> None:
     "body",
     [
         lambda net, h: h + _without_grad(h),
+        lambda net, h: _bounded(h + 1.0) * _bounded(net.last.weight),
         lambda net, h: h + h.detach(),
         lambda net, h: h * torch.tensor([1.0, 2.0] * 4),
         lambda net, h: _autocast(h),
         lambda net, h: h * h[h[:, 0] > 0].mean(),
     ],
-    ids=["no_grad", "detach", "literal", "autocast", "size from data"],
+    ids=["no_grad", "written under no_grad", "detach", "literal", "autocast", "size from data"],
 )
 def test_regions_and_constants(body: Any) -> None:
     """Gradients are those of eager execution where parts of the forward run under another mode."""
@@ -67,6 +68,12 @@ def test_regions_and_constants(body: Any) -> None:
 def _without_grad(h: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return h.exp()
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x.clamp_(-0.1, 0.1)
+    return x
 
 
 def _autocast(h: torch.Tensor) -> torch.Tensor:

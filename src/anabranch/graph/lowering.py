@@ -280,7 +280,9 @@ class _ProgramBuilder:
         return self.graph.create_node("get_attr", name)
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
-        """Without gradients means: on detached inputs, which still share their storage."""
+        """Without gradients means: on detached inputs, which still share their storage. An input
+        that is written to there is itself afterwards, with its gradient.
+        """
         body, *inputs = map_aggregate(arguments, self.operand)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
         for place, source in zip(places, inputs, strict=True):
@@ -289,6 +291,10 @@ class _ProgramBuilder:
                 self.made(node, _aten.detach.default, (source,), {}) if is_detached else source
             )
         self.env[node] = self.body(body, body.graph)
+        if not enabled:
+            itself = dict(zip(places, inputs, strict=True))
+            results = zip(body.graph.output_node().args[0], self.env[node], strict=True)
+            self.env[node] = tuple(itself.get(_changed(made), held) for made, held in results)
 
     def finish(self, samples: int, outputs: Sequence[fx.Node]) -> FlatProgram:
         # An output that is itself a parameter or a buffer becomes the result of a call.
@@ -310,6 +316,13 @@ class _ProgramBuilder:
         program.drop_dead()
         self.graph.lint()
         return program
+
+
+def _changed(made: Any) -> Any:
+    """The value whose memory a result of writes in place is; any other result itself."""
+    while isinstance(made, fx.Node) and made.args and writes_first(made.target):
+        made = made.args[0]
+    return made
 
 
 def _follow_writes(graph: fx.Graph) -> None:
