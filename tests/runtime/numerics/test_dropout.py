@@ -159,7 +159,7 @@ def test_the_users_generator_is_left_alone() -> None:
     ("function", "words"),
     [
         (lambda x: x + torch.multinomial(x.softmax(1), 1), ("multinomial", "by sample")),
-        (lambda x: x + torch.randperm(8), ("randperm", "by sample")),
+        (lambda x: x + torch.randperm(8), ("randperm", "by sample", "where batches are made")),
         (lambda x: F.dropout(x @ x.T, 0.5), ("dropout", "relates samples")),
         (
             lambda x: F.dropout(

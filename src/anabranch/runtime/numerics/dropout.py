@@ -145,7 +145,8 @@ def _refusal(node: fx.Node, reason: str) -> CaptureError:
     return CaptureError(
         f"{schema_name(node)} in {where} (call {node.name}) draws random numbers that cannot be "
         f"the same under any plan: {reason}; leave it out of training (such as dropout=0), write "
-        "it with nn.Dropout or torch.rand_like on a tensor whose samples are one dimension, or "
+        "it with nn.Dropout or torch.rand_like on a tensor whose samples are one dimension, draw "
+        "and use it where batches are made (as for mixup), or "
         'leave the option dropout at "stage"'
     )
 
