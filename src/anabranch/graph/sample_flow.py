@@ -55,6 +55,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
 from anabranch.graph.operations import (
+    ALIKE,
     ALONG,
     ARITHMETIC,
     BATCH_NORMS,
@@ -62,9 +63,9 @@ from anabranch.graph.operations import (
     CONVOLUTIONS,
     COUNTS,
     LINEAR,
-    NUMBERED,
     PRODUCTS,
     RANDOM,
+    RECURRENT,
     REDUCED,
     SCATTERS,
 )
@@ -252,8 +253,10 @@ class _Follower:
         """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
             is_place = bool(axis.trouble) and _is_integer(node)
-            is_alike = base_name(node) not in NUMBERED and self.put_in(node)
-            return Flow("samples", 0, known) if is_place or is_alike else None
+            name = base_name(node)
+            is_alike = name in ALIKE or any(word in name for word in RANDOM)
+            is_sliced = is_place or (is_alike and self.put_in(node))
+            return Flow("samples", 0, known) if is_sliced else None
         changed = self.changed(node)
         if known and changed:
             # Made of the number of samples, such as torch.tensor(len(x)).
@@ -289,7 +292,7 @@ class _Follower:
 
     def put_in(self, node: fx.Node, *, share: bool = False) -> bool:
         """Note the statistics and the numbers that a call reads of the whole batch; False if it
-        takes no tensor in place of such a number.
+        takes no tensor in place of such a number, as for an index or a size.
         """
         for source in value_inputs(node):
             if self.flows[source].kind != "statistic" or tensor(source) is None:
@@ -301,7 +304,9 @@ class _Follower:
         numbers = self.changed(node)
         for name, value in arguments(node).items():
             is_read = isinstance(value, fx.Node) and self.flows[value].kind == "statistic"
-            if is_read and tensor(value) is None and not is_size(node, name):
+            if is_read and tensor(value) is None:
+                if is_size(node, name):
+                    return False
                 numbers[name] = value, value
         self.uses += [StatisticUse(node, name, share) for name in numbers]
         return all(with_tensor(node, name) for name in numbers)
@@ -357,7 +362,9 @@ class _Follower:
             return dim >= rank - len(options["normalized_shape"])
         if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
             return dim > 0
-        if "scaled_dot_product" in name:
+        if name in RECURRENT:
+            return dim == bool(options.get("batch_first", True))
+        if "scaled_dot_product" in name or name in ("tril", "triu"):
             return dim >= rank - 2
         return False
 
