@@ -195,6 +195,8 @@ class KnownBefore(Tokens):
         first[:, 0], first[0] = 1 / n, 2
         by_token = first + x[..., 0].softmax(0) + (x[..., 1] / n).exp() + x[..., 2].sort(0).values
         by_sample = torch.linspace(0, 1, n) + torch.arange(n) / n + torch.full((n,), 1 / n).square()
+        by_token += torch.eye(n, LENGTH) + torch.ones(n, LENGTH).tril()
+        by_sample += torch.linspace(0, 1, 32)[:n] + torch.zeros(1).repeat_interleave(n)
         same = label[:, None, 1] == label[None, :, 1]
         weight = by_token + (by_sample + (torch.arange(n) < 3) + 1 / same.sum(1))[:, None]
         return (self.scores(x).square().mean(-1) * weight).sum()
@@ -310,6 +312,25 @@ class RootMean(Tokens):
         return self.scores(x).square().mean().sqrt()
 
 
+class AcrossSamples(Tokens):
+    """A recurrent layer that takes the samples for steps, and rows of a table by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.table = nn.RNN(WIDTH, WIDTH), nn.Parameter(torch.eye(16, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        h, _ = self.steps(self.body(x + self.table[: len(x), None]))
+        return self.head(h).square().mean()
+
+
+class CountedColumn(Tokens):
+    """Scores at a place that a count of the batch tells."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return self.scores(x)[:, (label != -100).sum() % LENGTH].square().mean()
+
+
 class Experts(Tokens):
     """Sorts tokens by expert, counts those of each, and puts them back, as Mixtral does."""
 
@@ -390,6 +411,8 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "sigmoid": (Sigmoid, "coupled"),
     "centred": (Centred, "coupled"),
     "normed together": (NormedTogether, "coupled"),
+    "across samples": (AcrossSamples, "coupled"),
+    "counted column": (CountedColumn, "coupled"),
     "root mean": (RootMean, "coupled"),
     "balanced": (Balanced, "coupled"),
     "captioned": (Captioned, "coupled"),

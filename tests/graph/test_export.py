@@ -286,6 +286,20 @@ def test_assigned_buffer_is_updated() -> None:
     assert module.count == 1
 
 
+def kept(net: Net, h: torch.Tensor) -> torch.Tensor:
+    if len(getattr(net, "places", ())) != len(h):
+        net.places = torch.arange(len(h), device=h.device)
+    return h + net.places[:, None]
+
+
+def test_what_a_forward_keeps_is_not_kept_from_a_trace() -> None:
+    """It has no values there, and traces of other sizes would have other operations."""
+    module = Net(kept)
+    captured = capture(module, batch(4))
+    assert captured.programs.at(3).signature() == captured.programs.at(4).signature()
+    assert not hasattr(module, "places")
+
+
 class ChangesItsInput(Net):
     """An entry of the batch is set before it is read."""
 

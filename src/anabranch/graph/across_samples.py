@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name, dims_along, is_integer, tensor
-from anabranch.graph.operations import ALONG, CONVOLUTIONS, SCATTERS
+from anabranch.graph.operations import ALONG, CONVOLUTIONS, RECURRENT, SCATTERS
 from anabranch.graph.sample_axis import RAGGED, SampleAxis, is_in_order
 
 
@@ -55,4 +55,6 @@ def is_across(
         return dim >= rank - len(options["normalized_shape"])
     if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
         return dim > 0
-    return "scaled_dot_product" in name and dim >= rank - 2
+    if name in RECURRENT:
+        return dim == bool(options.get("batch_first", True))
+    return ("scaled_dot_product" in name or name in ("tril", "triu")) and dim >= rank - 2

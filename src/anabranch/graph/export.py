@@ -31,7 +31,7 @@ from torch.utils import checkpoint
 from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.attributes_read import AttributesRead
-from anabranch.graph.module_state import with_attributes
+from anabranch.graph.module_state import with_attributes, without_keeping
 from anabranch.graph.tracing import (
     TORCH,
     NoGradUnderAutocast,
@@ -184,6 +184,7 @@ def export(
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
+                stack.enter_context(without_keeping(module))
                 if strict:
                     with reads.recording():
                         _try_functions(module, leaves)

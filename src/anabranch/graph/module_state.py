@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _NOTHING = object()
@@ -43,6 +44,23 @@ def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+@contextmanager
+def without_keeping(module: nn.Module) -> Iterator[None]:
+    """Tensors that a trace inside keeps in its modules, or in dictionaries of theirs, are dropped
+    at the end: they have no values.
+    """
+    owners = [vars(part) for part in module.modules()]
+    held = [*owners, *(v for owner in owners for v in owner.values() if type(v) is dict)]
+    before = [(names, dict(names)) for names in held]
+    try:
+        yield
+    finally:
+        for names, values in before:
+            for name in [n for n, value in names.items() if isinstance(value, FakeTensor)]:
+                del names[name]
+                names |= {n: value for n, value in values.items() if n == name}
 
 
 @contextmanager

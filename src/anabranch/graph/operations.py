@@ -10,15 +10,17 @@ def words(text: str) -> frozenset[str]:
 
 PRODUCTS = words("matmul mm bmm mv dot linear einsum addmm")
 CONVOLUTIONS = words("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+RECURRENT = words("lstm gru rnn_tanh rnn_relu")
 LOOKUPS = words("embedding embedding_bag _embedding_bag")
 HEAVY = (
     PRODUCTS
     | CONVOLUTIONS
     | LOOKUPS
+    | RECURRENT
     | words(
         """
         baddbmm addbmm bilinear addmv convolution _convolution scaled_dot_product_attention
-        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
+        lstm_cell gru_cell
         """
     )
 )
@@ -76,9 +78,6 @@ ALONG = words(
     topk flip roll kthvalue
     """
 )
-NUMBERED = words("arange linspace logspace")
-"""Operations whose entries follow from their place in a tensor."""
-
 SCATTERS = words("select_scatter slice_scatter diagonal_scatter")
 """Operations that put a value into a part of another one."""
 
@@ -87,6 +86,12 @@ LIKE = words("type_as expand_as view_as reshape_as")
 
 FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
 """Operations that take the type, and the sizes, of their first argument, and not its entries."""
+
+ALIKE = FACTORIES | words(
+    "zeros ones full empty new_empty empty_like expand expand_as repeat tile repeat_interleave"
+)
+"""Operations that make as many rows as they are asked for, of which none is another than the rest;
+``arange``, ``eye`` and a slice of a table make others."""
 
 COUNTS = words("histc bincount scatter_add index_add")
 """Sums over what other values sort into classes, such as the tokens of each expert."""

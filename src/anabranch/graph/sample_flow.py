@@ -50,14 +50,15 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
 from anabranch.graph.operations import (
+    ALIKE,
     ARITHMETIC,
     BATCH_NORMS,
     BY_CLASS,
     COUNTS,
     LINEAR,
-    NUMBERED,
     PRODUCTS,
     RANDOM,
+    RECURRENT,
     REDUCED,
     SCATTERS,
 )
@@ -265,8 +266,10 @@ class _Follower:
         """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
             is_place = bool(axis.trouble) and is_integer(node)
-            is_alike = base_name(node) not in NUMBERED and self.put_in(node)
-            return Flow("samples", known) if is_place or is_alike else None
+            name = base_name(node)
+            is_alike = name in ALIKE or any(word in name for word in RANDOM)
+            is_sliced = is_place or (is_alike and self.put_in(node))
+            return Flow("samples", known) if is_sliced else None
         changed = self.changed(node)
         if known and changed:
             return Flow("statistic")  # made of the number of samples, such as torch.tensor(len(x))
@@ -300,7 +303,7 @@ class _Follower:
 
     def put_in(self, node: fx.Node, *, share: bool = False) -> bool:
         """Note the statistics and the numbers that a call reads of the whole batch; False if it
-        takes no tensor in place of such a number.
+        takes no tensor in place of such a number, as for an index or a size.
         """
         for source in value_inputs(node):
             if self.flows[source].kind != "statistic" or tensor(source) is None:
@@ -312,7 +315,9 @@ class _Follower:
         numbers = self.changed(node)
         for name, value in arguments(node).items():
             is_read = isinstance(value, fx.Node) and self.flows[value].kind == "statistic"
-            if is_read and tensor(value) is None and not is_size(node, name):
+            if is_read and tensor(value) is None:
+                if is_size(node, name):
+                    return False
                 numbers[name] = value, value
         self.uses += [StatisticUse(node, name, share) for name in numbers]
         return all(with_tensor(node, name) for name in numbers)
