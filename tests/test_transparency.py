@@ -32,8 +32,8 @@ FEW = ("1f1b-deep", "zb-h2")
 
 
 def schedules_for(name: str) -> list[str]:
-    """Every schedule for a graph, a chain and tied weights."""
-    return sorted(SCHEDULES) if name in ("TwoBranch", "Chain", "Tied") else list(FEW)
+    """Every schedule for a graph and for a chain with tied weights."""
+    return sorted(SCHEDULES) if name in ("TwoBranch", "Tied") else list(FEW)
 
 
 def shared(name: str, dtype: torch.dtype) -> Built:

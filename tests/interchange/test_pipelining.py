@@ -54,7 +54,9 @@ def under_pytorch(name: str, model: Built, chosen: Plan) -> list[float]:
 
 
 def here(name: str, model: Built, chosen: Plan) -> list[float]:
-    """The same with this project's runtime."""
+    """The same with this project's runtime, on one rank where there are no replicas."""
+    if all(stage.replicas == 1 for stage in chosen.stage_graph.stages):
+        chosen = on_devices(chosen, [(0,)] * len(chosen.stage_graph))
     workload = replace(model.workload, optimizer=sgd)
     return train(model, chosen, workload, [batch(name, 16, seed) for seed in range(STEPS)])[0]
 

@@ -72,7 +72,7 @@ SOURCES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("name", "is_async"),
-    [*((name, False) for name in SOURCES), ("loader of columns", True), ("stateful", True)],
+    [*((name, False) for name in SOURCES), ("stateful", True)],
 )
 def test_training_goes_on_in_the_middle_of_an_epoch(name: str, is_async: bool, tmp_path: Path):
     """Eight steps at once, and two before four after a checkpoint in the second of three batches:
