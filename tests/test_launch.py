@@ -5,31 +5,25 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from anabranch import launch
 from anabranch.errors import DataError, StageFailedError
 from anabranch.files import save_plan
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.position import POSITION
-from tests.benchmarks import forked
 from tests.runtime.small import built, plan
 
 pytestmark = pytest.mark.dist
@@ -277,17 +271,16 @@ def wait_until(condition: object, limit: float = LIMIT_S) -> bool:
 
 
 SCRIPT = r"""
-import os, signal
+import os, signal, sys
 from tests.runtime.small import batch, built
 from anabranch.cli.restarts import is_restarted
-from anabranch.compiled import Compiled
 from anabranch.files import load_plan
 from anabranch.runtime.pipeline import Pipeline
+import anabranch.training
 
 model = built("TwoBranch")
-call, Compiled.__call__ = Compiled.__call__, None  # half a second where a plan is at hand
 pipe = Pipeline(model.workload, load_plan("plan.json"), captured=model.captured, timeout=30)
-Compiled.__call__ = call
+assert "numba" not in sys.modules  # half a second for nothing where a plan is at hand
 pipe.step(batch(16))
 if not is_restarted() and pipe.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -299,31 +292,22 @@ pipe.step(bad)
 """
 
 
-class Fork(forked.Popen):
-    """A rank of torchrun, which has imported torch already."""
-
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
-        super().__init__(args, env=env, stdout=None, main=lambda: runpy.run_path(args[-1]))
-
-
-def under_torchrun(text: str, folder: Path, *options: str) -> SimpleNamespace:
-    """Run a script on two ranks of one host, all of them forks of this process."""
-    script, out, err = (folder / name for name in ("train.py", "out", "err"))
+def under_torchrun(text: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks of one host."""
+    script = folder / "train.py"
     script.write_text(text)
-
-    def agent() -> None:
-        os.chdir(folder)
-        os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
-        warnings.showwarning = lambda message, *_, **__: os.write(2, f"{message}\n".encode())
-        subprocess_handler.Popen = Fork
-        torchrun.main([*options, "--nproc-per-node", "2", str(script)])
-
-    command = "python", "-m", "torchrun"
-    with out.open("wb") as file:
-        process = forked.Popen(command, env=os.environ, stdout=file, main=agent)
-    process.wait(120)
-    return SimpleNamespace(
-        returncode=process.returncode, stdout=out.read_text(), stderr=err.read_text()
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    command = ["torch.distributed.run", *options, "--nproc-per-node", "2", str(script)]
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

@@ -1,4 +1,4 @@
-"""Processes of benchmarks and of torchrun as forks of this process, which has imported torch."""
+"""Ranks of the benchmark of GPUs as forks of this process, which has imported torch already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, BinaryIO
 
@@ -19,21 +19,15 @@ STDOUT, TimeoutExpired = subprocess.STDOUT, subprocess.TimeoutExpired
 
 
 class Popen:
-    """What ``case`` and torchrun use of ``subprocess.Popen``; ``main`` is called in the fork."""
+    """What ``case`` uses of ``subprocess.Popen``."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdout: BinaryIO | None,
-        main: Callable[[], Any] = case.main,
-        **_: Any,
+        self, command: Sequence[str], *, env: Mapping[str, str], stdout: BinaryIO, **_: Any
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(_run(command, env, stdout, main))
+            os._exit(_run(command, env, stdout))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -49,19 +43,13 @@ class Popen:
             time.sleep(0.02)
 
 
-def _run(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    output: BinaryIO | None,
-    main: Callable[[], Any],
-) -> int:
-    """The fork: ``python -m module arguments``; its exit code. Without an output it has ours."""
+def _run(command: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> int:
+    """The fork: ``python -m module arguments``; its exit code."""
     try:
         gc.freeze()
         os.setsid()
-        if output is not None:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = list(command[2:])
@@ -69,7 +57,7 @@ def _run(
             warnings.simplefilter("default")
             with redirect_stdout(stdout), redirect_stderr(stderr):
                 try:
-                    main()
+                    case.main()
                     return 0
                 except BaseException:
                     traceback.print_exc()
