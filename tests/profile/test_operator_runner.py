@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.graph.capture import capture
+from anabranch.profile.measure import measure
 from anabranch.profile.operator_runner import example_batch, operator_programs, run_operators
 from tests.profile.tiny import MODELS, captured_towers, two_towers
 
@@ -88,3 +89,26 @@ def test_what_nobody_differentiates_has_no_backward() -> None:
     frozen = {i for i, op in enumerate(captured.graph.ops) if op.name.startswith("image")}
     assert frozen
     assert frozen.isdisjoint(int(e[1:]) for e in diary.entries if e[0] == "B")
+
+
+class Mixed(nn.Module):
+    """Samples mixed with others of the batch, which the batch names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        return self.last(0.7 * x + 0.3 * x[order]).square().mean()
+
+
+def test_a_batch_may_name_its_samples() -> None:
+    """A part of the example has not all of them, so it reads what the whole example has."""
+    captured = capture(Mixed(), {"x": torch.randn(6, 4), "order": torch.arange(6).flip(0)})
+    tensors = dict(zip(captured.layout.names, captured.layout.leaves, strict=True))
+    whole = captured.programs.with_statistics(tensors)
+    assert captured.programs.statistics
+    for name, tensor in example_batch(captured, 2, CPU).items():
+        assert tensor.equal(whole[name][:2])
+    measure(captured, (1, 2), repeats=1)
+    assert not captured.programs.is_even(tensors, [(0, 2), (2, 6)])

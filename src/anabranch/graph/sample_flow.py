@@ -58,7 +58,6 @@ from anabranch.graph.operations import (
     LINEAR,
     PRODUCTS,
     RANDOM,
-    RECURRENT,
     REDUCED,
     SCATTERS,
 )

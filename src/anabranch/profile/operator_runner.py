@@ -65,10 +65,14 @@ def workable_counts(
 
 
 def example_batch(captured: Captured, samples: int, device: torch.device) -> dict[str, Tensor]:
-    """The example that the model was captured with, repeated or cut to that many samples."""
+    """The example that the model was captured with, repeated or cut to that many samples, with
+    what is known of the whole example: its tensors may name samples that a part does not have.
+    """
     layout = captured.layout
-    tensors = zip(layout.names, layout.resized(samples, device), strict=True)
-    return captured.programs.with_statistics({name: t.to(device) for name, t in tensors})
+    example = zip(layout.names, layout.resized(layout.samples, device), strict=True)
+    whole = captured.programs.with_statistics(dict(example))
+    rows = torch.arange(samples, device=device) % layout.samples
+    return {name: tensor[rows] for name, tensor in whole.items()}
 
 
 def likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor]) -> str:
