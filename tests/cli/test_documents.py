@@ -225,6 +225,7 @@ def test_a_tutorial_is_done_as_it_stands(page, call, tmp_path, monkeypatch, caps
 def write_model(page: Path, folder: Path) -> None:
     (block,) = (b for b in blocks(page, "python") if b.startswith("# mymodel.py"))
     (folder / "mymodel.py").write_text(block, encoding="utf-8")
+    sys.modules.pop("mymodel", None)  # of another page
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "workloads.md"], ids=str)
