@@ -74,6 +74,18 @@ def inputs_of(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...],
     return in_order, {a.name: options[a.name] for a in declared if a.kwarg_only}
 
 
+def with_tensor(call: fx.Node, argument: str) -> Any:
+    """The overload of a call's operation that takes a tensor for a number; None without one."""
+    packet, options = getattr(call.target, "overloadpacket", None), arguments(call)
+    present = {name: value for name, value in options.items() if value is not None}
+    is_tensor = {name: isinstance(v, fx.Node) or name == argument for name, v in present.items()}
+    for overload in map(packet.__getattr__, packet.overloads()) if packet else ():
+        takes = {a.name: "Tensor" in str(a.real_type) for a in overload._schema.arguments}
+        if takes.keys() == options.keys() and is_tensor.items() <= takes.items():
+            return overload
+    return None
+
+
 def is_size(node: fx.Node, argument: str) -> bool:
     """True for an argument that has whole numbers alone: sizes, dimensions, indices."""
     schema = getattr(node.target, "_schema", None)

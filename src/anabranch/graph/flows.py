@@ -14,8 +14,7 @@ from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.sample_axis import SampleAxis
 
 Total = Literal["mean", "sum", "coupled"]
-"""How a scalar of a batch follows from those of its slices: as their mean over samples, as their
-sum, or not at all."""
+"""Rule for a scalar of a batch: the mean of those of its slices by samples, their sum, or none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,24 +280,24 @@ class _ProgramBuilder:
         return self.graph.create_node("get_attr", name)
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
-        """Without gradients means: on detached inputs, which still share their storage; what is
-        written in place there is outside what it was, with its gradient.
+        """Without gradients means: on detached inputs, which still share their storage. An input
+        that is written in place inside is itself outside, with its gradient.
         """
         body, *inputs = map_aggregate(arguments, self.operand)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
-        given: dict[Any, Any] = {}
+        originals: dict[Any, Any] = {}
         for place, source in zip(places, inputs, strict=True):
             is_detached = isinstance(source, fx.Node) and not enabled
             self.env[place] = (
                 self.made(node, _aten.detach.default, (source,), {}) if is_detached else source
             )
-            given[self.env[place]] = source
+            originals[self.env[place]] = source
 
         def outside(value: Any) -> Any:
             changed = value
             while isinstance(changed, fx.Node) and writes_first(changed.target):
                 changed = changed.args[0]
-            return given.get(changed, value)
+            return originals.get(changed, value)
 
         self.env[node] = map_aggregate(self.body(body, body.graph), outside)
 

@@ -36,6 +36,7 @@ from anabranch.graph.call_traits import (
     is_size,
     tensor,
     value_inputs,
+    with_tensor,
 )
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -62,7 +63,6 @@ from anabranch.graph.operations import (
     SCATTERS,
 )
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
-from anabranch.graph.whole_batch import with_tensor
 
 _TOTALS = ("sum", "mean")
 """Kinds of values that slices have instead of samples, and that add up."""

@@ -165,9 +165,9 @@ def _computed(calls: list[fx.Node], times: int) -> torch.Tensor:
         if call is torch.ops.aten.sym_size.int:
             values[node] = times * node.meta["val"].node.hint
         else:
-            given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            operands = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             # A meta device has no values, and a GPU may not be here.
-            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), operands)
             values[node] = call(*args, **kwargs)
     result: torch.Tensor = values[calls[-1]]
     return result

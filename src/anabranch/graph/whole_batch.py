@@ -31,12 +31,11 @@ their micro-batches and replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.call_traits import arguments, base_name, inputs_of, tensor
+from anabranch.graph.call_traits import arguments, base_name, inputs_of, tensor, with_tensor
 from anabranch.graph.flat_program import (
     APART,
     BATCH_LEAF,
@@ -141,18 +140,6 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
     for node in behind:
         node.meta |= {"nn_module_stack": {WHOLE_BATCH_LOSS: (f"module.{WHOLE_BATCH_LOSS}", "")}}
         node.meta[APART] = True
-
-
-def with_tensor(call: fx.Node, argument: str) -> Any:
-    """The overload of a call's operation that takes a tensor for a number; None without one."""
-    packet, options = getattr(call.target, "overloadpacket", None), arguments(call)
-    given = {name: value for name, value in options.items() if value is not None}
-    is_tensor = {name: isinstance(v, fx.Node) or name == argument for name, v in given.items()}
-    for overload in map(packet.__getattr__, packet.overloads()) if packet else ():
-        takes = {a.name: "Tensor" in str(a.real_type) for a in overload._schema.arguments}
-        if takes.keys() == options.keys() and is_tensor.items() <= takes.items():
-            return overload
-    return None
 
 
 @dataclass(frozen=True, slots=True)
