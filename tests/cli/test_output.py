@@ -88,7 +88,7 @@ def test_a_warning_of_a_rank_is_told_once_and_short(capfd, monkeypatch, tmp_path
         cli.main()
     assert not stopped.value.code
     err = capfd.readouterr().err
-    assert err.count("warning: pipeoptim predicts from the momentum") == 1
+    assert err.count("warning: policy pipeoptim: it predicts from the momentum") == 1
     assert "UserWarning" not in err
     assert warnings.showwarning is before
 

@@ -185,6 +185,7 @@ def test_spectrain_names_policies_that_would_do(name, instead):
 
 def test_a_prediction_without_momentum_is_remarked():
     """And only that."""
+    assert "policy pipeoptim: it predicts" in optimizer_remark(PipeOptim(), OPTIMIZERS["sgd"])
     assert "every prediction is the current weights" in optimizer_remark(
         PipeOptim(), OPTIMIZERS["sgd"]
     )

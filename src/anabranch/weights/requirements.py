@@ -125,16 +125,16 @@ def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
     """
     if policy.name == "asyncpp" and optimizer.decay is not None and optimizer.decay < LONG_MOMENTUM:
         return (
-            f"asyncpp counts on a momentum of {LONG_MOMENTUM:g}, and that of {optimizer.name} is "
-            f"{optimizer.decay:g} here; take betas=({LONG_MOMENTUM:g}, 0.999)"
+            f"policy asyncpp: it counts on a momentum of {LONG_MOMENTUM:g}, and that of "
+            f"{optimizer.name} is {optimizer.decay:g} here; take betas=({LONG_MOMENTUM:g}, 0.999)"
         )
     if optimizer.momentum or not predicts(policy):
         return ""
     nothing = "the current weights" if optimizer.rule == "momentum" else "one gradient"
     return (
-        f"{policy.name} predicts from the momentum of the optimizer, and {optimizer.name} has none "
-        f"here, so every prediction is {nothing}; give it a momentum of about 0.9, or choose 2bw "
-        "or stash"
+        f"policy {policy.name}: it predicts from the momentum of the optimizer, and "
+        f"{optimizer.name} has none here, so every prediction is {nothing}; give it a momentum of "
+        "about 0.9, or choose 2bw or stash"
     )
 
 
