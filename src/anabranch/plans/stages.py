@@ -8,7 +8,7 @@ follow: a micro-batch needs whatever micro-batches of its predecessors it overla
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -148,6 +148,11 @@ class StageGraph:
     def rank_of(self) -> Mapping[int, int]:
         """Device -> rank of its process: its index in ``devices``."""
         return {device: rank for rank, device in enumerate(self.devices)}
+
+    def without_recompute(self) -> StageGraph:
+        """The graph whose stages keep what their backward reads."""
+        stages = tuple(replace(stage, recompute=False) for stage in self.stages)
+        return replace(self, stages=stages)
 
     def num_microbatches(self, stage: int) -> int:
         """Return the micro-batches of a stage in one step, the short last one included."""

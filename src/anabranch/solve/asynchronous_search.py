@@ -315,8 +315,8 @@ class AsynchronousSearch:
         again = [str(s) for s, stage in enumerate(graph.stages) if stage.recompute]
         if again and graph.depth > 1 and not keeps(policy):
             remarks.append(
-                f"policy {policy.name}: stages {', '.join(again)} recompute, which runs their forwards "
-                "again on later weights"
+                f"policy {policy.name}: stages {', '.join(again)} recompute, which runs their "
+                "forwards again on later weights"
             )
         return [remark for remark in remarks if remark]
 

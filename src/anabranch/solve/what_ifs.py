@@ -110,8 +110,7 @@ def _changes(
         what = "micro-batches as efficient as larger ones"
         yield "best_slices", what, _in_best_slices(graph, cost)
     if any(stage.recompute for stage in graph.stages):
-        stages = tuple(replace(stage, recompute=False) for stage in graph.stages)
-        lighter = ModelCosts(replace(graph, stages=stages), cost)
+        lighter = ModelCosts(graph.without_recompute(), cost)
         yield "no_recompute", "memory for everything, nothing recomputed", lighter
     # Twice as many beyond those that a stage at the end of the model has, as of "1f1b-deep".
     counts = map(graph.num_microbatches, range(len(graph)))

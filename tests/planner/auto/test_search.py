@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_what_lies_near():
     """The quickest of what a move or two make, which are counted; nothing much slower."""
     found = search(0)
     assert next(iter(found)) == UNEVEN
-    near = found.near(UNEVEN)
+    _, *near = found.near(UNEVEN)
     assert len(near[0]) == 1
     assert re.match(r"found from the plan of hand by [12] change", found.origin(near[0]))
     limit = 1.05 * slowest(draft("000111", "000001"), math.inf)
@@ -64,6 +65,9 @@ def test_what_lies_near():
     assert seconds == sorted(seconds)
     assert seconds[-1] < limit
     assert len(near) <= SETTINGS.near
+    again = tuple(replace(stage, recompute=True) for stage in UNEVEN.stages)
+    first, *_ = found.near(replace(UNEVEN, stages=again))
+    assert first == UNEVEN  # as quick, perhaps, without
 
 
 def test_what_may_gain_by_sharing_the_state():

@@ -143,7 +143,9 @@ class Search:
         return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
 
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
-        """Random neighbours of a stage graph, the quickest first; others when asked again."""
+        """Random neighbours of a stage graph, the quickest first; others when asked again. Before
+        them the same one that recomputes nothing: where stages wait it may be as quick.
+        """
         seconds, centre = self._with_quicker_warm_up(graph, runs)
         limit = seconds * (1 + SETTINGS.error)
         neighbours: dict[float, tuple[Draft, int]] = {}
@@ -152,8 +154,11 @@ class Search:
             neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
         neighbours.pop(math.inf, None)
         return [
-            self._changed(self._stages(draft), graph, moves)
-            for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
+            self._changed(graph.without_recompute(), graph, 0),
+            *(
+                self._changed(self._stages(draft), graph, moves)
+                for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
+            ),
         ]
 
     def promising(
