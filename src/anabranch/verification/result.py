@@ -77,7 +77,10 @@ class VerifyResult:
     def why(self) -> str:
         """Explain a comparison that is not good."""
         if self.is_random:
-            return "nothing is verified: the model draws random numbers; try --dropout sample"
+            return (
+                "nothing is verified: the model draws random numbers; try --dropout sample for "
+                "those of dropout, and draw others (mixup, noise) where batches are made"
+            )
         if self.max_gradient_error < self.tolerance:
             return (
                 "micro-batches change what is trained: the pipeline has the gradients of its "
