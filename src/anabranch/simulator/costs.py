@@ -118,17 +118,15 @@ class StepCosts(Protocol):
         """Seconds of the devices at both ends of a message, on each of them."""
         return 0.0
 
-    def base_bytes(self, stage: int, device: int) -> float:
-        """Memory of a device of a stage with nothing in flight."""
-        return 0.0
+    def held_bytes(self, stage: int, device: int) -> tuple[float, float]:
+        """Memory of a device of a stage with nothing in flight, and on top while its gradients are
+        summed, after all backwards.
+        """
+        return 0.0, 0.0
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Memory from a forward to the end of its backward, and on top during the backward."""
         return 0.0, 0.0
-
-    def sum_bytes(self, stage: int, device: int) -> float:
-        """Memory on top of ``base_bytes`` while its gradients are summed, after all backwards."""
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -257,15 +255,9 @@ class ModelCosts(StepCosts):
     def message_s(self, nbytes: float) -> float:
         return message_s(self.cost.calibration, nbytes)
 
-    def base_bytes(self, stage: int, device: int) -> float:
-        return float(self._held_by(stage, device).resident)
-
-    def sum_bytes(self, stage: int, device: int) -> float:
-        """Terms of other replicas."""
-        return float(self._held_by(stage, device).sums)
-
-    def _held_by(self, stage: int, device: int) -> DeviceMemory:
-        return self.held(stage, sorted(self.graph.stages[stage].devices).index(device))
+    def held_bytes(self, stage: int, device: int) -> tuple[float, float]:
+        held = self.held(stage, sorted(self.graph.stages[stage].devices).index(device))
+        return float(held.resident), float(held.sums)
 
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
         """Bytes of a replica of a stage, or of the fullest."""

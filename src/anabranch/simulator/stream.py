@@ -109,9 +109,7 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
 def _run(order: AsynchronousOrder, costs: StepCosts, batches: int) -> StepRun:
     """Simulate so many batches in a row."""
     whole, schedule = order.computes(batches)
-    updates = max(map(whole.num_microbatches, range(len(whole)))) // order.per_update
-    per_update = (order.per_update,) * len(whole)
-    return simulate(whole, schedule, costs, updates=updates, per_update=per_update)
+    return simulate(whole, schedule, costs, per_update=order.per_update)
 
 
 def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:

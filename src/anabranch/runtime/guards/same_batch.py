@@ -200,20 +200,15 @@ class BatchWatch:
 def _refusal(odd: str) -> str:
     """The message for ranks that have been given different batches."""
     return (
-        f"{odd or 'some rank has'} another batch than the others, in its names, sizes or values; "
+        f"{odd} another batch than the others, in its names, sizes or values; "
         "every rank has to be given the same whole batch, of which it takes its slices: give all "
         "ranks the same data, in the same order, shuffled with one seed"
     )
 
 
-def unequal_batches(mesh: Mesh, digest: bytes) -> DataError:
-    """Return the error for batches that are known to differ; all ranks call it together."""
-    return DataError(_refusal(odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))))
-
-
 def require_same_batch(mesh: Mesh, digest: bytes) -> None:
     """Accept a batch that all ranks have alike; a DataError on every rank names those that have
-    another one.
+    another one. All ranks call it together.
     """
     if mesh.size > 1 and (odd := odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))):
         raise DataError(_refusal(odd))
