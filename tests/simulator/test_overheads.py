@@ -23,7 +23,6 @@ from tests.simulator.helpers import chain, cost_model
 NOTHING: dict[str, Any] = {
     "slowdown": (1.0, 1.0),
     "message_s": 0.0,
-    "message_byte_s": 0.0,
     "pass_s": 0.0,
     "step_s": 0.0,
     "all_reduce_byte_s": 0.0,
