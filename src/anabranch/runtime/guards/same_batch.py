@@ -76,7 +76,8 @@ def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> 
         if (samples := samples_digest(leaf)) is not None:
             digest.update(samples)
         elif every_value:
-            digest.update(_all_values(leaf.detach().cpu()))
+            values = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            digest.update(bytes(values.numpy()))
         elif leaf.device.type == "cpu" and leaf.numel():
             digest.update(_some_values(leaf.detach()))
     return digest.digest()
@@ -86,10 +87,6 @@ def _some_values(leaf: Tensor) -> bytes:
     flat = leaf.view(-1) if leaf.is_contiguous() else leaf[0].flatten()
     some = flat[:: max(flat.numel() // DIGESTS.sampled, 1)].contiguous()
     return bytes(some.view(torch.uint8).numpy())
-
-
-def _all_values(leaf: Tensor) -> bytes:
-    return bytes(leaf.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def small_digest(digest: bytes) -> int:
