@@ -66,7 +66,7 @@ def _calibration() -> Calibration:
         machine,
         datetime.now(UTC).date().isoformat(),
         measure_slowdown(machine.cores),
-        **overheads,
+        *overheads,
         memory_bandwidth=_memory_bandwidth(),
         lost_share=load.cores(),
     )
