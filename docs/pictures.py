@@ -24,7 +24,7 @@ from anabranch.report.gantt import timeline_svg
 from anabranch.report.theme import Drawing, rect, text, text_width
 from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.schedule import rule_named
-from anabranch.schedule.asynchronous import repeated
+from anabranch.schedule.asynchronous import repeated, split_batches
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import run
 from anabranch.simulator.stream import record
@@ -90,7 +90,7 @@ def asynchronous() -> str:
         replace(s, in_flight=n) for s, n in zip(graph.stages, (3, 2, 3, 2, 1), strict=True)
     )
     single = replace(graph, stages=stages, batch_size=1)
-    endless = record(single, equal(single), batches=8)
+    endless = record(split_batches(single), equal(single), batches=8)
     return panels(
         {
             "synchronous: one batch of 4 micro-batches": step_of(graph, "1f1b"),

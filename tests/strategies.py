@@ -90,7 +90,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def calibrations(draw: st.DrawFn) -> Calibration:
     """What may have been measured on any machine."""
     slower = sorted(draw(st.lists(st.floats(1, 100), max_size=4)))
-    seconds = [draw(st.floats(0, 1)) for _ in range(5)]
+    seconds = [draw(st.floats(0, 1)) for _ in range(4)]
     return Calibration(
         Machine("processor", draw(st.integers(1, 64)), "2.13.0"),
         "2026-01-31",

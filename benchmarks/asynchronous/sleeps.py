@@ -29,7 +29,7 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
-from anabranch.schedule.asynchronous import warm_up
+from anabranch.schedule.asynchronous import split_batches, warm_up
 from anabranch.simulator import stream
 from anabranch.simulator.costs import StageTimes
 from anabranch.weights import POLICIES, policy_named
@@ -134,7 +134,8 @@ def _simulated(plan: Plan, forward_s: float, backward_s: float) -> tuple[float, 
     times = [{1: forward_s}] * STAGES, [{1: backward_s}] * STAGES
     links = Linked(*times, cluster=Cluster.preset(f"local:{STAGES}"), nbytes=4 * WIDTH)
     graph = plan.stage_graph
-    return stream.steady(graph, links).period_s, stream.steady(graph, StageTimes(*times)).period_s
+    order = split_batches(graph)
+    return stream.steady(order, links).period_s, stream.steady(order, StageTimes(*times)).period_s
 
 
 def _synchronous(captured: Captured, example: Batch, plan: Plan) -> Train:

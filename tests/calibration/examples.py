@@ -15,7 +15,6 @@ def calibration(**changed: Any) -> Calibration:
         "date": "2026-01-31",
         "slowdown": (1.0, 1.5, 2.25),
         "message_s": 2.0,
-        "message_byte_s": 0.25,
         "pass_s": 0.125,
         "step_s": 4.0,
         "all_reduce_byte_s": 0.125,

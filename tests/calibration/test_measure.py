@@ -32,11 +32,11 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
 
 def test_hosts_are_levels():
     """Two hosts of two ranks; links between them are four times as slow as inside of one."""
-    near, far = (Exchange(t, t / 2, 0.25) for t in (1.0, 4.0))
+    near, far = (Exchange(t, t / 2) for t in (1.0, 4.0))
     found = joined(examples.calibration(), "two hosts", [*"aabb"], {1: near, 2: far})
     assert [(x.name, x.size) for x in found.levels] == [("host", 2), ("network", 2)]
     assert [(x.latency_s, x.bandwidth) for x in found.levels] == [(1.0, 2.0), (4.0, 0.5)]
-    assert found.calibration == examples.calibration(message_byte_s=0.25)
+    assert found.calibration == examples.calibration()
 
 
 def test_a_busy_machine_is_said():

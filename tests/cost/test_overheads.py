@@ -12,7 +12,6 @@ from anabranch.cost.overheads import (
     agreement_s,
     all_gather_work_s,
     all_reduce_work_s,
-    message_s,
     update_cost,
 )
 from anabranch.profile.data_sheets import DATA_SHEETS
@@ -23,13 +22,6 @@ from tests.simulator.helpers import chain, cost_model
 PLAIN = Cluster.preset("local:2")
 
 
-def test_a_message_takes_both_processors():
-    """Of 8 bytes: 2 + 8 / 4 s at each end; nothing for no bytes, or where nothing was measured."""
-    assert message_s(calibration(), 8) == 4.0
-    assert message_s(calibration(), 0) == 0.0
-    assert message_s(FREE, 8) == 0.0
-
-
 def test_all_reduces_by_bytes_and_ranks():
     """8 bytes over 3 ranks: 8 / 8 s for each of two others, and per bucket a message of 2 s to and
     from each. Ranks that share the optimizer's state add two thirds of a term each.
@@ -37,21 +29,20 @@ def test_all_reduces_by_bytes_and_ranks():
     assert all_reduce_work_s(calibration(), 8, 3, buckets=0) == 2.0
     assert all_reduce_work_s(calibration(), 8, 3, buckets=2) == 2.0 + 2 * 2 * 4.0
     assert all_reduce_work_s(calibration(), 12, 3, buckets=0, shares=True) == 1.0
-    assert all_reduce_work_s(calibration(), 8, 1) == 0.0
-    assert all_reduce_work_s(FREE, 8, 3) == 0.0
+    assert all_reduce_work_s(calibration(), 8, 1, buckets=1) == 0.0
+    assert all_reduce_work_s(FREE, 8, 3, buckets=1) == 0.0
 
 
 def test_all_gathers_are_messages():
-    """Of 12 bytes over 3 ranks each sends 8 and takes 8, at a quarter of a second each; and a
-    message of 2 s to and from each other rank.
-    """
-    assert all_gather_work_s(calibration(), 12, 3) == 4.0 + 2 * 4.0
-    assert all_gather_work_s(calibration(), 12, 1) == 0.0
+    """Of 3 ranks each has a message of 2 s to and from both others, for each bucket."""
+    assert all_gather_work_s(calibration(), 3, buckets=1) == 2 * 4.0
+    assert all_gather_work_s(calibration(), 3, buckets=2) == 2 * 2 * 4.0
+    assert all_gather_work_s(calibration(), 1, buckets=1) == 0.0
 
 
 def test_everybody_tells_everybody():
-    """Of 4 ranks each sends three messages (2.25 s), and takes three after a latency."""
-    assert agreement_s(cluster(4), 4) == (3 * 2.25, 8)
+    """Of 4 ranks each sends three messages (2 s), and takes three after a latency."""
+    assert agreement_s(cluster(4), 4) == (3 * 2.0, 8)
     assert agreement_s(cluster(4), 1) == (0, 0)
     assert agreement_s(PLAIN, 2) == (0, 0)
 

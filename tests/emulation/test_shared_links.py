@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.emulation.shared_links import Price, SharedLinks
+from anabranch.cost.communication import Route
+from anabranch.emulation.shared_links import SharedLinks
 from anabranch.simulator.sums import Sum
 
 AB, AC = (0, 1, 0), (0, 2, 0)
@@ -27,8 +28,8 @@ def shared_links(sums: Sequence[Sum] = ()) -> SharedLinks:
     return made
 
 
-TO_B = Price(2.0, 0.5, (0, 1))
-TO_C = Price(2.0, 0.5, (0, 2))
+TO_B = Route(0.5, 0.5, (0, 1)), 4
+TO_C = Route(0.5, 0.5, (0, 2)), 4
 
 
 @pytest.mark.parametrize("ends", [("sent", "posted"), ("posted", "sent")])
@@ -38,7 +39,7 @@ def test_a_message_starts_at_the_later_of_its_ends(ends):
     """
     made = shared_links()
     for end in ends:
-        getattr(made, end)(AB, 0, {"sent": 1.0, "posted": 3.0}[end], TO_B)
+        getattr(made, end)(AB, 0, {"sent": 1.0, "posted": 3.0}[end], *TO_B)
     assert made.arrival(AB, 0) == 5.5
 
 
@@ -46,9 +47,9 @@ def test_messages_share_a_port_one_after_another():
     """The second waits for the port, not for the latency of the first."""
     made = shared_links()
     for channel, price in ((AB, TO_B), (AC, TO_C)):
-        made.posted(channel, 0, 0.0, price)
-    made.sent(AB, 0, 1.0, TO_B)
-    made.sent(AC, 0, 1.5, TO_C)
+        made.posted(channel, 0, 0.0, *price)
+    made.sent(AB, 0, 1.0, *TO_B)
+    made.sent(AC, 0, 1.5, *TO_C)
     assert made.arrival(AB, 0) == 3.5
     assert made.arrival(AC, 0) == 5.5
 
@@ -86,8 +87,8 @@ def test_messages_of_a_channel_are_told_apart_by_number():
     """The second is posted when the first has been taken."""
     made = shared_links()
     for number, posted in ((0, 0.0), (1, 9.0)):
-        made.sent(AB, number, 0.0, TO_B)
-        made.posted(AB, number, posted, TO_B)
+        made.sent(AB, number, 0.0, *TO_B)
+        made.posted(AB, number, posted, *TO_B)
     assert made.arrival(AB, 0) == 2.5
     assert made.arrival(AB, 1) == 11.5
 
@@ -110,14 +111,14 @@ def test_sums_go_in_turn_when_the_last_rank_has_come():
 def test_links_that_are_cleared_knows_nothing_of_the_last_step():
     """Each rank clears what it receives."""
     made = shared_links([summed(1, seconds=1.0)])
-    made.posted(AB, 0, 50.0, TO_B)
-    made.sent(AB, 0, 50.0, TO_B)
+    made.posted(AB, 0, 50.0, *TO_B)
+    made.sent(AB, 0, 50.0, *TO_B)
     made.give(0, 60.0)
     assert made.ended([0], 60.0) == (61.0, True)
     for rank in range(3):
         made.clear(rank)
-    made.sent(AB, 0, 0.0, TO_B)
-    made.posted(AB, 0, 0.0, TO_B)
+    made.sent(AB, 0, 0.0, *TO_B)
+    made.posted(AB, 0, 0.0, *TO_B)
     assert made.arrival(AB, 0) == 2.5
     made.give(0, 7.0)
     assert made.ended([0], 7.0) == (8.0, True)

@@ -39,7 +39,7 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
         "date": "2026-01-31",
         "slowdown": [1.0, 2.0],
         "message_s": 0.5,
-        "message_byte_s": 0.0,
+        "message_byte_s": 0.0,  # of a former anabranch, which nothing reads any more
         "pass_s": 0.25,
         "step_s": 0.0,
         "all_reduce_byte_s": 0.125,

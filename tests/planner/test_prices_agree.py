@@ -214,8 +214,9 @@ def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     costs, stage = case.simulated(roomy, versions)
     flight, backward = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
     device = costs.graph.stages[stage].devices[-1]
-    on_top = max(in_flight * flight + backward, costs.sum_bytes(stage, device))
-    assert costs.base_bytes(stage, device) + on_top == roomy.device_bytes(
+    resident, summed = costs.held_bytes(stage, device)
+    on_top = max(in_flight * flight + backward, summed)
+    assert resident + on_top == roomy.device_bytes(
         ops, in_flight=in_flight, versions=versions, **shape
     )
     needs = [roomy.device_bytes(ops, in_flight=n, **shape) for n in range(1, COUNT + 1)]

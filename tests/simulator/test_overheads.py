@@ -12,6 +12,7 @@ from anabranch.cost import CostModel
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES, asynchronous
+from anabranch.schedule.asynchronous import split_batches
 from anabranch.schedule.lower import lower
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
@@ -23,7 +24,6 @@ from tests.simulator.helpers import chain, cost_model
 NOTHING: dict[str, Any] = {
     "slowdown": (1.0, 1.0),
     "message_s": 0.0,
-    "message_byte_s": 0.0,
     "pass_s": 0.0,
     "step_s": 0.0,
     "all_reduce_byte_s": 0.0,
@@ -169,6 +169,6 @@ def test_the_bubble_without_a_flush_counts_what_shared_cores_prolong():
     """
     cost = costs(machine(slowdown=(1.0, 1.5)), 1.0, 1.0)
     graph = asynchronous.warm_up(ROW)
-    steady = stream.steady(graph, ModelCosts(graph, cost))
+    steady = stream.steady(split_batches(graph), ModelCosts(graph, cost))
     assert steady.period_s == pytest.approx(2 * 1.5)
     assert steady.bubble == pytest.approx(0.0, abs=1e-9)

@@ -10,6 +10,7 @@ from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES, asynchronous
+from anabranch.schedule.asynchronous import split_batches
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
@@ -170,7 +171,7 @@ def test_without_a_flush_sums_begin_in_every_last_backward(bandwidth, period_s):
     the next forward waits for them, because it reads the new weights.
     """
     graph = asynchronous.warm_up(replicated(2))
-    found = stream.steady(graph, ModelCosts(graph, three_buckets(bandwidth)))
+    found = stream.steady(split_batches(graph), ModelCosts(graph, three_buckets(bandwidth)))
     assert found.period_s == pytest.approx(period_s)
 
 

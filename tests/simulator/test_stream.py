@@ -10,13 +10,24 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES, asynchronous
+from anabranch.schedule.asynchronous import split_batches
 from anabranch.simulator import stream
-from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.costs import ModelCosts, StageTimes, StepCosts
 from anabranch.simulator.run import step_seconds
+from anabranch.timeline import Timeline
 from tests.simulator.helpers import chain, cluster, cost_model, draw, stage_graph
 from tests.strategies import stage_graphs
 
 TWO_BRANCHES = ((0, 2), (1, 2))
+
+
+def steady(graph: StageGraph, costs: StepCosts) -> stream.Steady:
+    """Of replicas that split each mini-batch."""
+    return stream.steady(split_batches(graph), costs)
+
+
+def record(graph: StageGraph, costs: StepCosts, batches: int) -> Timeline:
+    return stream.record(split_batches(graph), costs, batches=batches)
 
 
 def times(forward_s: list[float], backward_s: list[float], samples: int = 1) -> StageTimes:
@@ -34,7 +45,7 @@ def one_by_one(count: int, batch_size: int = 1) -> StageGraph:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_equal_stages_take_the_time_of_one(count):
     """No bubble at all: a mini-batch every F + B, however many stages."""
-    found = stream.steady(one_by_one(count), times([1.0] * count, [2.0] * count))
+    found = steady(one_by_one(count), times([1.0] * count, [2.0] * count))
     assert found.period_s == pytest.approx(3.0, rel=1e-12)
     assert found.periodic
     assert found.bubble == pytest.approx(0.0, abs=1e-12)
@@ -42,7 +53,7 @@ def test_equal_stages_take_the_time_of_one(count):
 
 def test_a_picture_of_three_stages():
     """As at the head of the module, F = B = 1 s: fill, steady state, drain."""
-    timeline = stream.record(one_by_one(3), times([1.0] * 3, [1.0] * 3), batches=5)
+    timeline = record(one_by_one(3), times([1.0] * 3, [1.0] * 3), batches=5)
     assert draw(timeline) == [
         "F0 F1 F2  .  . B0 F3 B1 F4 B2  . B3  . B4",
         " . F0 F1  . B0 F2 B1 F3 B2 F4 B3  . B4",
@@ -52,7 +63,7 @@ def test_a_picture_of_three_stages():
 
 def test_the_slowest_stage_decides():
     """Of 2, 9 and 4 s per mini-batch: 9; the others wait, 12 s of 27."""
-    found = stream.steady(one_by_one(3), times([1.0, 4.0, 2.0], [1.0, 5.0, 2.0]))
+    found = steady(one_by_one(3), times([1.0, 4.0, 2.0], [1.0, 5.0, 2.0]))
     assert found.period_s == pytest.approx(9.0, rel=1e-12)
     assert found.bubble == pytest.approx(12 / 27)
 
@@ -61,9 +72,11 @@ def test_two_branches_side_by_side():
     """Each branch holds 2, not the 3 that it would in a row, and the period is the slower one's."""
     graph = asynchronous.warm_up(stage_graph(TWO_BRANCHES, [(0,), (1,), (2,)], 1))
     assert [stage.in_flight for stage in graph.stages] == [2, 2, 1]
-    found = stream.steady(graph, times([1.0, 2.0, 1.0], [2.0, 3.0, 2.0]))
+    found = steady(graph, times([1.0, 2.0, 1.0], [2.0, 3.0, 2.0]))
     assert found.period_s == pytest.approx(5.0, rel=1e-12)
-    timeline = stream.record(graph, times([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]), batches=3)
+    timeline = stream.record(
+        split_batches(graph), times([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]), batches=3
+    )
     assert draw(timeline) == [
         "F0 F1  . B0 F2 B1  . B2",
         "F0 F1  . B0 F2 B1  . B2",
@@ -78,7 +91,7 @@ def test_replicas_wait_for_the_sum_of_their_gradients():
     """
     cost = cost_model((), [1.0], [2.0], cluster(2, bandwidth=4), parameter_bytes=8)
     graph = asynchronous.warm_up(stage_graph((), [(0, 1)], 2, [2]))
-    found = stream.steady(graph, ModelCosts(graph, cost))
+    found = steady(graph, ModelCosts(graph, cost))
     assert found.period_s == pytest.approx(3.0 + 2.0)
     assert found.bubble == pytest.approx(2 / 5)
 
@@ -87,7 +100,7 @@ def test_the_next_forward_waits_for_the_sum_and_the_neighbour_does_not():
     """Stage 0 on two devices sums for 2 s before F2, while stage 1 goes on."""
     cost = cost_model(chain(2), [2.0, 1.0], [2.0, 1.0], cluster(3, bandwidth=4), parameter_bytes=8)
     graph = asynchronous.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 2, [2, 2]))
-    timeline = stream.record(graph, ModelCosts(graph, cost), batches=3)
+    timeline = record(graph, ModelCosts(graph, cost), batches=3)
     rows = draw(timeline)
     assert rows[0] == rows[1] == "F0 F0 F1 F1  .  . B0 B0  .  . F2 F2 B1 B1  .  . B2 B2"
     assert rows[2] == " .  . F0 F0 B0 B0 F1 F1 B1 B1  .  . F2 F2 B2 B2"
@@ -101,21 +114,23 @@ def test_a_large_sum_goes_in_pieces_and_takes_as_long():
     cost = cost_model((), [1.0], [2.0], cluster(2, bandwidth=50 * mib), parameter_bytes=100 * mib)
     cost = replace(cost, cluster=replace(cost.cluster, memory_bytes=10**10))
     graph = asynchronous.warm_up(stage_graph((), [(0, 1)], 2, [2]))
-    assert stream.steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(3.0 + 2.0)
+    assert steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(3.0 + 2.0)
 
 
 def test_one_sum_per_mini_batch_of_many_micro_batches():
     """Four micro-batches of 3 s per replica and 2 s of sum: 14 s, not 4 * 5."""
     cost = cost_model((), [1.0], [2.0], cluster(2, bandwidth=4), parameter_bytes=8)
     graph = asynchronous.warm_up(stage_graph((), [(0, 1)], 8, [2]))
-    assert stream.steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(14.0)
+    assert steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(14.0)
 
 
 def test_micro_batches_follow_over_the_end_of_a_mini_batch():
     """A chain of 4 with 8 micro-batches: 8 * 3 s, where a flush would add 3 * 3 s."""
     graph = asynchronous.warm_up(stage_graph(chain(4), [(i,) for i in range(4)], 8))
     assert [stage.in_flight for stage in graph.stages] == [4, 3, 2, 1]
-    assert stream.steady(graph, times([1.0] * 4, [2.0] * 4)).period_s == pytest.approx(24.0)
+    assert stream.steady(
+        split_batches(graph), times([1.0] * 4, [2.0] * 4)
+    ).period_s == pytest.approx(24.0)
     assert [stream.units_held(graph, s) for s in range(4)] == [2, 2, 2, 1]
 
 
@@ -135,7 +150,7 @@ def test_memory_by_hand():
     )  # fmt: skip
     graph = asynchronous.warm_up(stage_graph(chain(2), [(0,), (1,)], 2, [2, 2]))
     costs = ModelCosts(graph, cost, versions=(2, 1))
-    assert stream.steady(graph, costs).device_peak_bytes == (
+    assert steady(graph, costs).device_peak_bytes == (
         500 + 2 * 20 + 8 + 100,
         400 + 20 + 8 + 8 + 100,
     )
@@ -145,7 +160,7 @@ def test_a_stage_that_no_gradient_reaches_has_the_pace_of_the_slowest():
     """Nothing comes back to stage 0, which runs ahead; what trains goes on at 3 s."""
     graph = one_by_one(2)
     free = replace(times([0.5, 1.0], [0.5, 2.0]), message_edges=MessageEdges(back=()))
-    found = stream.steady(graph, free)
+    found = steady(graph, free)
     assert not found.periodic
     assert found.period_s == pytest.approx(3.0, rel=1e-9)
 
@@ -155,7 +170,7 @@ def test_tied_parameters_are_refused():
     cost = cost_model(chain(3), [1.0] * 3, [1.0] * 3, cluster(3), parameter_bytes=8, tied=(0, 2))
     graph = one_by_one(3)
     with pytest.raises(InvalidPlanError, match=r"stages 0 and 2 share .*gather.*mode sync"):
-        stream.steady(graph, ModelCosts(graph, cost))
+        steady(graph, ModelCosts(graph, cost))
 
 
 @st.composite
@@ -176,7 +191,7 @@ def test_between_the_slowest_stage_and_a_flush(case):
     flushed = SCHEDULES["1f1b"]().warm_up(replace(graph, batch_size=microbatches))
     step_s = step_seconds(flushed, SCHEDULES["1f1b"]().order(flushed), costs)
     full = asynchronous.warm_up(graph)
-    found = stream.steady(full, costs)
+    found = steady(full, costs)
     assert found.period_s >= stream.least_period_s(full, costs) * (1 - 1e-9)
     assert found.period_s <= step_s / microbatches * (1 + 1e-9)
 
@@ -199,13 +214,11 @@ def test_a_long_stream_goes_at_the_period(case, replicated):
     devices = [(2 * s, 2 * s + 1) if replicated else (2 * s,) for s in range(count)]
     full = asynchronous.warm_up(stage_graph(graph.edges, devices, 2, [2] * count))
     costs = ModelCosts(full, cost)
-    found = stream.steady(full, costs)
+    found = steady(full, costs)
     if found.periodic:
         # As long as it took to find the period; a period of several mini-batches may be cut.
         settled = found.simulated // len(full.devices)
-        short, long = (
-            stream.record(full, costs, batches=n).step_s for n in (settled, settled + 60)
-        )
+        short, long = (record(full, costs, batches=n).step_s for n in (settled, settled + 60))
         assert (long - short) / 60 == pytest.approx(found.period_s, rel=0.03)
 
 
@@ -221,10 +234,10 @@ def test_replicas_take_minibatches_in_turn():
     graph = asynchronous.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 4, [4, 4]))
     machines = cluster(3, bandwidth=50.0)
     cost = cost_model(chain(2), [2.0, 1.0], [4.0, 2.0], machines, parameter_bytes=100)
-    assert stream.steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(14.0)
+    assert steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(14.0)
     turns = in_turns(graph)
     costs = ModelCosts(turns.graph, cost)
-    found = stream.steady(turns.graph, costs, turns)
+    found = stream.steady(turns, costs)
     assert found.period_s == pytest.approx(13.0)
     assert found.bubble == pytest.approx(1 - (2 * 12 + 12) / 39)
     assert stream.least_period_s(turns.graph, costs) == pytest.approx(2 * 13.0)
@@ -236,7 +249,7 @@ def test_a_picture_of_turns():
     """
     graph = asynchronous.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 1, [1, 1]))
     turns = in_turns(graph)
-    timeline = stream.record(turns.graph, times([2.0, 1.0], [2.0, 1.0]), batches=2, turns=turns)
+    timeline = stream.record(turns, times([2.0, 1.0], [2.0, 1.0]), batches=2)
     assert draw(timeline) == [
         "F0 F0 F1 F1 B0 B0  .  . B1 B1",
         "F0 F0 F1 F1  .  . B0 B0  .  . B1 B1",
@@ -258,6 +271,6 @@ def test_turns_of_any_stage_graph_are_simulated(graph, samples):
     )
     turns = in_turns(asynchronous.warm_up(sized))
     costs = ModelCosts(turns.graph, cost)
-    found = stream.steady(turns.graph, costs, turns)
+    found = stream.steady(turns, costs)
     least_s = stream.least_period_s(turns.graph, costs) / turns.minibatches
     assert found.period_s >= least_s * (1 - 1e-9)

@@ -14,6 +14,7 @@ from anabranch.plans.check import stage_bytes
 from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.asynchronous import split_batches
 from anabranch.simulator import stream
 from anabranch.simulator.staleness import staleness
 from anabranch.solve.asynchronous_search import microbatch_sizes
@@ -279,7 +280,7 @@ def test_the_reason_of_auto_is_true_of_the_plan():
     (why,) = (note for note in kept.notes if note.startswith("policy pipeoptim"))
     assert "the last update of RMSprop, which is kept," in why
     assert f"at depth {kept.stage_graph.depth}" in why
-    held = staleness(kept.stage_graph, policy_named("pipeoptim"), last_update=True)
+    held = staleness(split_batches(kept.stage_graph), policy_named("pipeoptim"), last_update=True)
     assert f"at most {max(stage.versions for stage in held)} copies" in why
 
 

@@ -18,7 +18,7 @@ from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule.asynchronous import warm_up
+from anabranch.schedule.asynchronous import split_batches, warm_up
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of
@@ -49,7 +49,7 @@ def everything(cost: CostModel, batch_size: int, policy: str, limit: int) -> Ite
                 graph = StageGraph(tuple(stages), tuple(sorted(pairs)), batch_size)
                 try:
                     graph = warm_up(graph)
-                    versions = versions_of(graph, rule)
+                    versions = versions_of(split_batches(graph), rule)
                     stream.require_untied(ModelCosts(graph, cost))
                 except (InvalidPlanError, PolicyError):
                     continue

@@ -5,7 +5,7 @@
     anabranch cluster --calibrate
         pipelines      steps of a model on one and two ranks    -> pass, step, message, all-reduce
         side_by_side   ranks that compute at the same time      -> slowdown
-        messages       back and forth between two ranks         -> links, message per byte
+        messages       back and forth between two ranks         -> links
         kept: in the user's cache, which ``local:N`` reads, or as a cluster file
 
 Pipelines and work side by side are measured in processor seconds, which others who use the machine

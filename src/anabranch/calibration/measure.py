@@ -6,7 +6,6 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
@@ -60,15 +59,14 @@ def calibrate_job() -> Cluster | None:
 
 
 def _calibration() -> Calibration:
-    """Figures from local ranks, but for the bytes of a message."""
+    """Figures from local ranks."""
     load, machine = OtherLoad(), this_machine()
     overheads = measure_overheads()
     return Calibration(
         machine,
         datetime.now(UTC).date().isoformat(),
         measure_slowdown(machine.cores),
-        **overheads._asdict(),
-        message_byte_s=0.0,
+        *overheads,
         memory_bandwidth=_memory_bandwidth(),
         lost_share=load.cores(),
     )
@@ -118,14 +116,13 @@ def joined(
     levels = [_level("host", len(hosts) // count, near) if near else preset.levels[0]]
     if far:
         levels.append(_level("network", count, far))
-    byte_s = statistics.median(link.end_byte_s for link in links.values()) if links else 0.0
     return Cluster(
         name,
         "cpu",
         preset.memory_bytes,
         tuple(levels),
         calibration.machine.cores,
-        replace(calibration, message_byte_s=byte_s),
+        calibration,
     )
 
 

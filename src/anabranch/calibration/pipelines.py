@@ -45,17 +45,10 @@ other contents of the caches.
 """
 
 
-class PipelineOverheads(NamedTuple):
-    """Processor seconds of a rank, see ``Calibration``."""
-
-    message_s: float
-    pass_s: float
-    step_s: float
-    all_reduce_byte_s: float
-
-
-def measure_overheads() -> PipelineOverheads:
-    """Measure them on local ranks."""
+def measure_overheads() -> tuple[float, float, float, float]:
+    """Measure processor seconds on local ranks: of a message, a pass, a step, and an all-reduce per
+    byte, as ``Calibration`` has them.
+    """
     workload = _workload(_LAYERS)
     nbytes = sum(parameter.nbytes for parameter in workload.module.parameters())
     one, two = _steps(workload, 1), _steps(_workload(2 * _LAYERS), 2)
@@ -63,12 +56,8 @@ def measure_overheads() -> PipelineOverheads:
     message_s = max(0.0, (two.microbatch_s - one.microbatch_s) / 2)
     # Its messages are one each way, as those of the totals.
     all_reduce_s = replicas.few_s - one.few_s - 4 * message_s
-    return PipelineOverheads(
-        message_s,
-        max(0.0, one.microbatch_s / 2),
-        max(0.0, one.few_s - _FEW * one.microbatch_s),
-        max(0.0, all_reduce_s / nbytes),
-    )
+    pass_s, step_s = one.microbatch_s / 2, one.few_s - _FEW * one.microbatch_s
+    return message_s, max(0.0, pass_s), max(0.0, step_s), max(0.0, all_reduce_s / nbytes)
 
 
 class _Steps(NamedTuple):

@@ -203,13 +203,12 @@ def _stage_by_stage(plan: Plan) -> str:
 def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
     """Per stage of an asynchronous plan, how old its weights are."""
     from anabranch.simulator.staleness import staleness
-    from anabranch.solve.asynchronous_simulation import turns_of
+    from anabranch.solve.asynchronous_simulation import order_of
     from anabranch.weights import policy_named
 
     last_update = optimizer is not None and optimizer.keeps_last_update
-    policy, graph = policy_named(plan.policy), plan.stage_graph
-    turns = turns_of(plan, graph, policy)
-    return staleness(graph, policy, last_update=last_update, turns=turns)
+    policy = policy_named(plan.policy)
+    return staleness(order_of(plan, plan.stage_graph, policy), policy, last_update=last_update)
 
 
 STALENESS_WORDS = (

@@ -39,13 +39,6 @@ MOST_TERMS = 2
 """Terms of other replicas that are at hand while a bucket is summed, on the fullest one."""
 
 
-def terms_on(replica: int) -> int:
-    """``MOST_TERMS`` of one replica: all are added in one order, and the first two add the next
-    one to their own from the start.
-    """
-    return min(max(replica, 1), MOST_TERMS)
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes on a device of a stage; numbers, or arrays with an entry per stage.

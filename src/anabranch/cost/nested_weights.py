@@ -186,10 +186,10 @@ class NestedSets:
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
         """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
 
-        Of a row in the model's order pass(i) is the most of own + what is kept up to there, so far,
-        less all that is kept up to i.
+        Of a row of sets in the model's order pass(i) is the most of own + what is kept up to there,
+        so far, less all that is kept up to i.
         """
-        if self._is_in_order:
+        if self.is_chain and bool((np.diff(self._flat[0]) > 0).all()):
             operators, starts = self._flat
             done = np.zeros(len(self.cost.graph))
             done[operators] = np.cumsum(kept[operators])
@@ -206,11 +206,6 @@ class NestedSets:
             inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
             fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op])
         return fullest
-
-    @cached_property
-    def _is_in_order(self) -> bool:
-        """True if each set lies inside the next, and the operators come in the model's order."""
-        return self.is_chain and bool((np.diff(self._flat[0]) > 0).all())
 
     def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
         """Bytes of the stages between some pairs of sets, whose border may be known."""

@@ -2,7 +2,7 @@
 
 ::
 
-    message      fixed + per byte, of the processors at both ends alike
+    message      fixed, of the processors at both ends alike; none for no bytes
     pass         fixed, of each forward and backward besides its operators
     step         fixed, of each device
     all-reduce   per byte and other rank + messages per bucket, of the processors
@@ -37,7 +37,6 @@ FREE = Calibration(
     "1970-01-01",
     slowdown=(1.0,),
     message_s=0.0,
-    message_byte_s=0.0,
     pass_s=0.0,
     step_s=0.0,
     all_reduce_byte_s=0.0,
@@ -46,13 +45,8 @@ FREE = Calibration(
 """Stands for the calibration of a cluster that has none."""
 
 
-def message_s(calibration: Calibration, nbytes: float) -> float:
-    """Processor seconds of a message at each end; none for no bytes."""
-    return calibration.message_s + calibration.message_byte_s * nbytes if nbytes else 0.0
-
-
 def all_reduce_work_s(
-    calibration: Calibration, nbytes: float, ranks: int, *, buckets: int = 1, shares: bool = False
+    calibration: Calibration, nbytes: float, ranks: int, *, buckets: int, shares: bool = False
 ) -> float:
     """Processor seconds of a rank for the all-reduce of gradients.
 
@@ -60,18 +54,15 @@ def all_reduce_work_s(
         shares: whether the ranks share the optimizer's state, so that one of them adds a gradient.
     """
     added = (ranks - 1) / (ranks if shares else 1)
-    messages_s = 2 * (ranks - 1) * buckets * calibration.message_s
+    messages_s = all_gather_work_s(calibration, ranks, buckets=buckets)
     return calibration.all_reduce_byte_s * nbytes * added + messages_s
 
 
-def all_gather_work_s(
-    calibration: Calibration, nbytes: float, ranks: int, *, buckets: int = 1
-) -> float:
+def all_gather_work_s(calibration: Calibration, ranks: int, *, buckets: int) -> float:
     """Processor seconds of a rank that sends the parameters it has updated to all others, and
-    takes theirs.
+    takes theirs: one message per bucket each way.
     """
-    messages_s = 2 * (ranks - 1) * buckets * calibration.message_s
-    return calibration.message_byte_s * 2 * (ranks - 1) / ranks * nbytes + messages_s
+    return 2 * (ranks - 1) * buckets * calibration.message_s
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
@@ -80,7 +71,7 @@ def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
     """
     if cluster.calibration is None or ranks < 2:
         return 0.0, 0.0
-    device_s = (ranks - 1) * message_s(cluster.calibration, 1)
+    device_s = (ranks - 1) * cluster.calibration.message_s
     return device_s, cluster.slowest_link((0, ranks - 1)).latency_s
 
 

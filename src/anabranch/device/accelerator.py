@@ -195,21 +195,6 @@ def available_bytes(place: torch.device) -> int:
     return free_bytes(place) + held
 
 
-def allocated_bytes(place: torch.device) -> int:
-    """Return the bytes of tensors on an accelerator."""
-    return torch.accelerator.memory_allocated(place)
-
-
-def reset_peak(place: torch.device) -> None:
-    """Let the peak begin at the present bytes."""
-    torch.accelerator.reset_peak_memory_stats(place)
-
-
-def peak_bytes(place: torch.device) -> int:
-    """Return the most bytes of tensors since ``reset_peak``."""
-    return torch.accelerator.max_memory_allocated(place)
-
-
 def generators(place: torch.device) -> list[torch.Generator]:
     """Return the generators from which operations of a device draw: the host's, and its own."""
     own = [torch.default_generator]

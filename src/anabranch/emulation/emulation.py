@@ -7,7 +7,8 @@ from collections.abc import Collection
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.emulation.shared_links import Channel, Price, SharedLinks
+from anabranch.cost.communication import Route
+from anabranch.emulation.shared_links import Channel, SharedLinks
 from anabranch.emulation.stages import EmptyStages
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
@@ -83,10 +84,9 @@ class Emulation:
         self.num_messages = counts.total()
         return counts
 
-    def price(self, source: int, target: int, nbytes: int) -> Price:
-        """Price of so many bytes from one rank to another."""
-        route = self.costs.route(self.devices[source], self.devices[target])
-        return Price(nbytes * route.per_byte_s, route.latency_s, route.ports)
+    def route(self, source: int, target: int) -> Route:
+        """The way from one rank to another."""
+        return self.costs.route(self.devices[source], self.devices[target])
 
     @property
     def sets(self) -> Collection[tuple[int, ...]]:

@@ -61,9 +61,8 @@ class EmulatedPipeline:
             self._worker = self._make_worker()
         graph, costs = emulation.plan.stage_graph, emulation.costs
         device = self._mesh.device
-        held_stages = (s for s, stage in enumerate(graph.stages) if device in stage.devices)
         gathers = (work.gather_s for work in costs.all_reduces() if device in work.devices)
-        self._update_s = sum(map(costs.update_s, held_stages)) + sum(gathers)
+        self._update_s = sum(map(costs.update_s, graph.stages_of[device])) + sum(gathers)
         actions = executed(emulation.schedule, graph, device)
         self._passes = sum(action.kind.is_compute for action in actions)
         self.timeline: Timeline | None = None

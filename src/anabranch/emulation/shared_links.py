@@ -22,11 +22,11 @@ import multiprocessing
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.cost.communication import Route
 from anabranch.simulator.sums import Sum
 
 Channel = tuple[int, int, int]
@@ -36,16 +36,6 @@ _PERIODS = 24
 """Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
 
 _NEVER = -math.inf
-
-
-class Price(NamedTuple):
-    """Cost of a message: seconds on its ports, seconds from then to its arrival, indices of its
-    ports.
-    """
-
-    occupies_s: float
-    latency_s: float
-    ports: tuple[int, ...]
 
 
 class SharedLinks:
@@ -85,27 +75,29 @@ class SharedLinks:
             for number, work in enumerate(self._sums):
                 self._gradients[number] = work.waits_for, 0.0
 
-    def sent(self, channel: Channel, number: int, at: float, price: Price) -> None:
+    def sent(self, channel: Channel, number: int, at: float, route: Route, nbytes: int) -> None:
         """Note that the n-th message of a channel has been handed over."""
-        self._meet(channel, number, 0, at, price)
+        self._meet(channel, number, 0, at, route, nbytes)
 
-    def posted(self, channel: Channel, number: int, at: float, price: Price) -> None:
+    def posted(self, channel: Channel, number: int, at: float, route: Route, nbytes: int) -> None:
         """Note that its receive has been posted."""
-        self._meet(channel, number, 1, at, price)
+        self._meet(channel, number, 1, at, route, nbytes)
 
     def arrival(self, channel: Channel, number: int) -> float:
         """Return the arrival time of a message whose both ends have come."""
         return float(self._messages[self._of_channel[channel]][number, 2])
 
-    def _meet(self, channel: Channel, number: int, end: int, at: float, price: Price) -> None:
+    def _meet(
+        self, channel: Channel, number: int, end: int, at: float, route: Route, nbytes: int
+    ) -> None:
         message = self._messages[self._of_channel[channel]][number]
         with self._lock:
             message[end] = at
             other = float(message[1 - end])
             if other != _NEVER:
                 self._start_sums(max(at, other))
-                free = self.occupy(price.ports, max(at, other), price.occupies_s)
-                message[2] = free + price.latency_s
+                free = self.occupy(route.ports, max(at, other), nbytes * route.per_byte_s)
+                message[2] = free + route.latency_s
 
     def occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
         """Take all ports as soon as they are free together; return when they are free again."""

@@ -38,8 +38,8 @@ class EmulatedTransport:
             return
         self._clock.charge()
         channel, nbytes = (self._rank, rank, tag), sum(tensor.nbytes for tensor in tensors)
-        price = self._emulation.price(self._rank, rank, nbytes)
-        self._shared.sent(channel, self._next(channel), self._clock.now, price)
+        route, now = self._emulation.route(self._rank, rank), self._clock.now
+        self._shared.sent(channel, self._next(channel), now, route, nbytes)
         self._inner.send(tensors, rank, tag)
         self._clock.resume()
 
@@ -50,8 +50,8 @@ class EmulatedTransport:
         channel = rank, self._rank, tag
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
         number = self._next(channel)
-        price = self._emulation.price(rank, self._rank, nbytes)
-        self._shared.posted(channel, number, self._clock.now, price)
+        route = self._emulation.route(rank, self._rank)
+        self._shared.posted(channel, number, self._clock.now, route, nbytes)
         receipt = self._inner.receive(specs, device, rank, tag)
         self._clock.resume()
         return _ModelledReceipt(receipt, self._clock, self._shared, specs, channel, number)

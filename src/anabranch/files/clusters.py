@@ -78,21 +78,20 @@ class _MachineEntry(Strict):
 
 _RENAMED = {
     "send_s": "message_s",
-    "send_byte_s": "message_byte_s",
     "microbatch_s": "pass_s",
     "sum_byte_s": "all_reduce_byte_s",
 }
 _DROPPED = {
     *("receive_s", "receive_byte_s", "value_s", "leaf_s", "share_tensor_s", "share_byte_s"),
     *("restarts", "restart_work_s", "crowded_s", "crowded_work_s", "cold_messages"),
-    *("small_slowdown", "sum_tensor_s"),
+    *("small_slowdown", "sum_tensor_s", "send_byte_s", "message_byte_s"),
 }
-"""Keys of calibrations up to version 4. Predictions say that those are outdated."""
+"""Keys of former calibrations, which nothing reads any more."""
 
 
 def _from_former(document: Any) -> Any:
     """The document of a calibration of any version, with the keys of today."""
-    if not isinstance(document, dict) or "send_s" not in document:
+    if not isinstance(document, dict):
         return document
     kept = {key: value for key, value in document.items() if key not in _DROPPED}
     return {_RENAMED.get(key, key): value for key, value in kept.items()}
@@ -105,7 +104,6 @@ class _CalibrationEntry(Strict):
         list[Annotated[float, Field(ge=1, le=1e6)]], Field(min_length=1, max_length=10**4)
     ]
     message_s: Seconds
-    message_byte_s: Seconds
     pass_s: Seconds
     step_s: Seconds
     all_reduce_byte_s: Seconds

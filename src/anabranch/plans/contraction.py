@@ -45,7 +45,8 @@ def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
     graph = profile.graph
     if not any(mask.bit_count() > 1 for mask in sets):
         return Contracted(profile, profile, tuple(1 << i for i in range(len(graph))))
-    masks = in_order(graph, _acyclic(graph, _disjoint(len(graph), sets)))
+    circles = strongly_connected(_after(graph, _disjoint(len(graph), sets)))
+    masks = in_order(graph, [*map(sum, circles)])
     return Contracted(profile, _joined(profile, masks), tuple(masks))
 
 
@@ -86,11 +87,6 @@ def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
         touched = [part for part in parts if part & mask]
         parts = [part for part in parts if not part & mask] + [sum(touched)]
     return parts
-
-
-def _acyclic(graph: OpGraph, parts: Sequence[int]) -> list[int]:
-    """Merge the parts of each cycle."""
-    return [sum(circle) for circle in strongly_connected(_after(graph, parts))]
 
 
 def in_order(graph: OpGraph, parts: Sequence[int]) -> list[int]:

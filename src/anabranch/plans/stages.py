@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
+
+Number = Any
+"""An int, or a NumPy array of them."""
 
 MOST_MICROBATCHES = 2**13
 """Micro-batches of one stage in a step: thousands make no step faster, and each takes memory and
@@ -207,7 +210,7 @@ def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     return [part_of(start, stop, parts, i) for i in range(parts)]
 
 
-def part_of(start: int, stop: int, parts: int, i: int) -> tuple[int, int]:
+def part_of(start: Number, stop: Number, parts: int, i: Number) -> tuple[Number, Number]:
     """Return part i of an interval that is split evenly."""
     size = stop - start
     return start + size * i // parts, start + size * (i + 1) // parts

@@ -7,7 +7,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib import metadata
@@ -188,6 +188,7 @@ class Run:
         predicted = self.predicted
         predicted_s = predicted.step_s if predicted is not None else None
         peaks = list(predicted.device_peak_bytes) if predicted is not None else None
+        last = self.losses[-LAST_LOSSES:]
         per_step = self.samples or (self.plan.stage_graph.batch_size,)
         rate = (
             statistics.fmean(per_step) / self.period_s
@@ -196,7 +197,7 @@ class Run:
         )
         common = {
             "losses": list(self.losses),
-            "last_loss": _mean(self.losses[-LAST_LOSSES:]),
+            "last_loss": sum(last) / len(last) if last else None,
             "period_s": self.period_s,
             "samples_per_s": rate,
             "batch_samples": list(self.other_samples),
@@ -253,7 +254,3 @@ class Run:
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """As JSON has them: None for what is not finite."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

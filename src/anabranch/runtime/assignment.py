@@ -39,7 +39,6 @@ class Assignment:
     """
 
     workload: Workload
-    plan: Plan
     captured: Captured
     parts: Split
     holders: Holders
@@ -120,7 +119,7 @@ def assign(
             for name, p in trainable.items()
         }
         holders = holders.sharded(like, cut=cut)
-    return Assignment(job, plan, captured, parts, holders, compute, home, place)
+    return Assignment(job, captured, parts, holders, compute, home, place)
 
 
 def refused_between_gpus(captured: Captured, plan: Plan) -> list[str]:

@@ -46,11 +46,6 @@ class Pending:
         """Shape of the result."""
         return self._result.shape
 
-    @property
-    def is_done(self) -> bool:
-        """Return True if ``wait`` would return at once."""
-        return self._finish is None and (self._work is None or self._work.is_completed())
-
     def wait(self) -> Tensor:
         """Return the complete result; raises PeerLostError if another rank is gone."""
         if self._work is None and self._finish is None:

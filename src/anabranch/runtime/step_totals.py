@@ -16,7 +16,7 @@ from anabranch.errors import NonFiniteError
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.guards.interrupt import INTERRUPT, SAVE_CLOCK
-from anabranch.runtime.guards.same_batch import all_alike, small_digest, unequal_batches
+from anabranch.runtime.guards.same_batch import all_alike, require_same_batch, small_digest
 from anabranch.runtime.mesh import Mesh
 
 
@@ -92,7 +92,7 @@ class StepTotals:
             SAVE_CLOCK.agree(int(wanted))
             if not all_alike(self._mesh.size, digests, squared):
                 self._settle()
-                raise unequal_batches(self._mesh, self._digest)
+                require_same_batch(self._mesh, self._digest)
             if bad or not math.isfinite(self.squares):
                 self._settle()
                 self._error = self._why()

@@ -84,8 +84,7 @@ class WorkerCache:
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        stages = enumerate(self.stage_graph.stages)
-        own = [s for s, stage in stages if self.mesh.device in stage.devices]
+        own = self.stage_graph.stages_of[self.mesh.device]
         return frozenset[str]().union(*(self.parts.leaves(s) for s in own))
 
     @remembered
@@ -130,8 +129,7 @@ class WorkerCache:
         layout = Layout(self.captured.graph, prepared, graph, mesh.device)
         parameters = {
             name: parameter
-            for s, stage in enumerate(graph.stages)
-            if mesh.device in stage.devices
+            for s in graph.stages_of.get(mesh.device, ())
             for name, parameter in self.parts.parameters(s).items()
         }
         return Worker(

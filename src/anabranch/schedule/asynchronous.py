@@ -206,6 +206,11 @@ class AsynchronousOrder:
         return replace(self.graph, stages=stages, batch_size=samples)
 
 
+def split_batches(graph: StageGraph) -> AsynchronousOrder:
+    """Return the order in which replicas split each mini-batch of ``graph``."""
+    return AsynchronousOrder(graph, graph.num_microbatches(0))
+
+
 def round_robin(graph: StageGraph, *, per_hop: int = 1) -> AsynchronousOrder:
     """Return the order in which replicas take mini-batches of ``graph`` in turn.
 

@@ -73,15 +73,11 @@ def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVE
         InvalidScheduleError: as ``check`` does.
     """
     _check_devices(schedule, graph)
-    held: dict[int, list[int]] = {device: [] for device in graph.devices}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            held[device].append(s)
     checked = set[tuple[object, ...]]()  # replicas share a list
     for device, actions in schedule.actions.items():
-        key = id(actions), *held[device]
+        key = id(actions), *graph.stages_of[device]
         if key not in checked:
-            _check_list(device, actions, held[device], graph)
+            _check_list(device, actions, graph.stages_of[device], graph)
         checked.add(key)
     check_handovers(schedule, graph, edges)
 

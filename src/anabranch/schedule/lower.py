@@ -15,14 +15,13 @@ stays in the list and costs nothing.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
-from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph, part_of
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 # NumPy is imported where it is used: the command line lists schedules in its help at once.
@@ -162,44 +161,22 @@ def _overlap_table(batch_size: int, b_x: int, d_x: int, b_y: int, d_y: int) -> I
     """Return the samples [start, stop) that a replica of a stage x computes and one of a stage y
     needs, ascending: rows of micro-batch and replica of x, those of y, start and stop.
 
-    Stages x and y have micro-batches of b_x and b_y samples on d_x and d_y replicas. Their overlaps
-    repeat every lcm(b_x, b_y) samples; the rest of the batch comes last.
+    Stages x and y have micro-batches of b_x and b_y samples on d_x and d_y replicas.
     """
     import numpy as np
 
-    unit = math.lcm(b_x, b_y)
-    times, left = divmod(batch_size, unit)
-    # Increase of each field from one repetition to the next.
-    later = np.array([unit // b_x, 0, unit // b_y, 0, unit, unit])
-    cut = partial(_cut, b_x, d_x, b_y, d_y)
-    parts = [(cut(unit), np.arange(times))] if times else []
-    parts += [(cut(left), np.array([times]))] if left else []
-    tables = [table[:, None] + np.multiply.outer(later, again)[..., None] for table, again in parts]
-    return np.concatenate([table.reshape(6, -1) for table in tables], axis=1)
-
-
-@lru_cache(maxsize=256)
-def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
-    """Compute the overlaps of the first ``samples`` samples."""
-    import numpy as np
-
-    (made, i, r), (needed, j, q) = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
+    (made, i, r), (needed, j, q) = _slices(b_x, d_x, batch_size), _slices(b_y, d_y, batch_size)
     # Not np.union1d, whose first call in a process loads masked arrays, a twentieth of a second.
     starts = np.array(sorted({*made.tolist(), *needed.tolist()}), np.int64)
     x, y = (np.searchsorted(begun, starts, side="right") - 1 for begun in (made, needed))
-    return np.array([i[x], r[x], j[y], q[y], starts, np.append(starts[1:], samples)])
+    return np.array([i[x], r[x], j[y], q[y], starts, np.append(starts[1:], batch_size)])
 
 
-def _slices(size: int, replicas: int, samples: int) -> Ints:
+def _slices(size: int, replicas: int, samples: int) -> tuple[Ints, Ints, Ints]:
     """Return start, micro-batch and replica of the non-empty slices of ``samples`` samples."""
     import numpy as np
 
-    slices = [
-        (start, i, replica)
-        for i in range(-(-samples // size))
-        for replica, (start, stop) in enumerate(
-            split_evenly(i * size, min((i + 1) * size, samples), replicas)
-        )
-        if start < stop
-    ]
-    return np.array(slices, np.int64).T
+    first = np.arange(0, samples, size)[:, None]
+    start, stop = part_of(first, np.minimum(first + size, samples), replicas, np.arange(replicas))
+    microbatch, replica = np.nonzero(start < stop)
+    return start[microbatch, replica], microbatch, replica

@@ -191,20 +191,20 @@ class Order(tuple[Action, ...]):
         return done
 
     @remembered
-    def last_backwards(self, per_update: tuple[int, ...] = ()) -> Mapping[int, int]:
+    def last_backwards(self, per_update: int = 0) -> Mapping[int, int]:
         """Map positions of the last backward before each update to stages.
 
         Args:
-            per_update: micro-batches per update, by stage; empty for a single update.
+            per_update: micro-batches per update; 0 for a single update.
         """
         stage, kind, microbatch = self.columns
         ends = _where(kind, [kind for kind in Kind if kind.ends_backward])
-        update = microbatch[ends] // _array(per_update)[stage[ends]] if per_update else 0 * ends
+        update = microbatch[ends] // per_update if per_update else 0 * ends
         last = [int(ends[at[-1]]) for at in _alike(stage[ends], update)]
         return {at: int(stage[at]) for at in last}
 
     @remembered
-    def computes(self, per_update: tuple[int, ...] = ()) -> list[tuple[Action, bool, Ints]]:
+    def computes(self, per_update: int = 0) -> list[tuple[Action, bool, Ints]]:
         """Group equal computes: a representative, True for last backwards, their positions."""
         import numpy as np
 

@@ -105,7 +105,7 @@ def all_reduce_of(
     work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
     if not cost.shard_optimizer:
         return work
-    gather_work_s = all_gather_work_s(cost.calibration, total, len(ring), buckets=len(buckets))
+    gather_work_s = all_gather_work_s(cost.calibration, len(ring), buckets=len(buckets))
     return _sharded(work, gather_work_s)
 
 

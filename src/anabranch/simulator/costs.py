@@ -17,7 +17,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
 from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.overheads import agreement_s, message_s
+from anabranch.cost.overheads import agreement_s
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.in_flight import least_in_flight
@@ -35,6 +35,7 @@ class Overheads:
     Attributes:
         slowdown: how many times as long computing takes while 1, 2, ... devices of a host compute;
             empty where each computes on its own.
+        message_s: seconds of the devices at both ends of a message, on each of them.
         step_s: seconds of each device in a step besides its actions, sums and updates.
         read_s: seconds in which each device reads a batch, before a step.
         agreement_s: seconds of each device until all know the totals of a step, before the latency
@@ -42,6 +43,7 @@ class Overheads:
     """
 
     slowdown: Sequence[float] = ()
+    message_s: float = 0.0
     step_s: float = 0.0
     read_s: float = 0.0
     agreement_s: float = 0.0
@@ -114,21 +116,15 @@ class StepCosts(Protocol):
         """Seconds of the update of a stage's parameters, on each of its devices."""
         return 0.0
 
-    def message_s(self, nbytes: float) -> float:
-        """Seconds of the devices at both ends of a message, on each of them."""
-        return 0.0
-
-    def base_bytes(self, stage: int, device: int) -> float:
-        """Memory of a device of a stage with nothing in flight."""
-        return 0.0
+    def held_bytes(self, stage: int, device: int) -> tuple[float, float]:
+        """Memory of a device of a stage with nothing in flight, and on top while its gradients are
+        summed, after all backwards.
+        """
+        return 0.0, 0.0
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Memory from a forward to the end of its backward, and on top during the backward."""
         return 0.0, 0.0
-
-    def sum_bytes(self, stage: int, device: int) -> float:
-        """Memory on top of ``base_bytes`` while its gradients are summed, after all backwards."""
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -181,6 +177,7 @@ class ModelCosts(StepCosts):
         device_s, latency_s = agreement_s(cost.cluster, len(self.graph.devices))
         return Overheads(
             cost.cluster.slowdown,
+            message_s=cost.calibration.message_s,
             step_s=cost.calibration.step_s,
             read_s=cost.profile.read_sample_s * self.graph.batch_size,
             agreement_s=device_s,
@@ -254,18 +251,9 @@ class ModelCosts(StepCosts):
     def update_s(self, stage: int) -> float:
         return self._stages[stage].update_s
 
-    def message_s(self, nbytes: float) -> float:
-        return message_s(self.cost.calibration, nbytes)
-
-    def base_bytes(self, stage: int, device: int) -> float:
-        return float(self._held_by(stage, device).resident)
-
-    def sum_bytes(self, stage: int, device: int) -> float:
-        """Terms of other replicas."""
-        return float(self._held_by(stage, device).sums)
-
-    def _held_by(self, stage: int, device: int) -> DeviceMemory:
-        return self.held(stage, sorted(self.graph.stages[stage].devices).index(device))
+    def held_bytes(self, stage: int, device: int) -> tuple[float, float]:
+        held = self.held(stage, sorted(self.graph.stages[stage].devices).index(device))
+        return float(held.resident), float(held.sums)
 
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
         """Bytes of a replica of a stage, or of the fullest."""
@@ -347,7 +335,8 @@ def _message_s(costs: ModelCosts, s: int, t: int) -> float:
     samples = min(max(graph.slice_sizes(x)) for x in (s, t))
     route = costs.route(graph.stages[s].devices[0], graph.stages[t].devices[0])
     nbytes = costs.message_bytes(s, t, samples)[0]
-    return route.latency_s + nbytes * route.per_byte_s + 2 * costs.message_s(nbytes)
+    ends_s = 2 * costs.overheads.message_s * (nbytes > 0)
+    return route.latency_s + nbytes * route.per_byte_s + ends_s
 
 
 @dataclass(frozen=True)

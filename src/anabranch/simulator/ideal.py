@@ -8,6 +8,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan
 from anabranch.schedule import compute_order
+from anabranch.schedule.asynchronous import split_batches
 from anabranch.simulator import stream
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import step_seconds
@@ -35,5 +36,5 @@ def ideal_step_s(
     edges = message_edges(graph, model) if model is not None else EVERY_EDGE
     times = StageTimes(forward_s, backward_s, edges)
     if plan_.mode == "async":
-        return stream.steady(graph, times).period_s
+        return stream.steady(split_batches(graph), times).period_s
     return step_seconds(graph, compute_order(graph, plan_.schedule), times)

@@ -217,8 +217,6 @@ def _priced(costs: StepCosts, transfers: Transfers) -> Messages:
     lengths = np.diff(first, append=len(order))
     bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
     latency_s = np.array([route.latency_s for route in routes], np.float64)
-    sizes, size = np.unique(transfers.nbytes, return_inverse=True)
-    end_s = np.array([costs.message_s(n) for n in sizes.tolist()], np.float64)
     opener = np.full(len(order), -1)
     channel = np.repeat(np.arange(len(first)), lengths)
     opener[order] = _openers(channel, transfers.table[2, order], order)
@@ -226,7 +224,8 @@ def _priced(costs: StepCosts, transfers: Transfers) -> Messages:
     messages["first"][order] = bounds[:-1][channel]
     messages["stop"][order] = bounds[1:][channel]
     messages["latency"][order] = latency_s[channel]
-    messages["occupies"], messages["end"] = transfers.occupies, end_s[size]
+    messages["occupies"] = transfers.occupies
+    messages["end"] = costs.overheads.message_s * (transfers.nbytes > 0)
     messages["opener"], messages["ready"], messages["waiter"] = opener, opener < 0, -1
     messages["arrival"] = math.inf
     return Messages(messages, np.array([port for r in routes for port in r.ports], np.int64))

@@ -200,15 +200,16 @@ class ShortestPeriod:
     def prices(self, proposal: StageGraph) -> ModelCosts:
         sized = replace(proposal, batch_size=self.batch_size)
         graph = asynchronous.warm_up(fitted(sized, self.cost.graph))
-        turns = asynchronous.round_robin(graph) if self.in_turns else None
-        versions = versions_of(graph, self.policy, last_update=self.last_update, turns=turns)
-        return ModelCosts(turns.graph if turns else graph, self.cost, versions)
+        order_of = asynchronous.round_robin if self.in_turns else asynchronous.split_batches
+        order = order_of(graph)
+        versions = versions_of(order, self.policy, last_update=self.last_update)
+        return ModelCosts(order.graph, self.cost, versions)
 
-    def turns(self, graph: StageGraph) -> asynchronous.AsynchronousOrder | None:
-        """The order in which replicas take mini-batches in turn, given the stages that ``runs``
-        gives.
-        """
-        return asynchronous.AsynchronousOrder(graph, 1, True) if self.in_turns else None
+    def order(self, graph: StageGraph) -> asynchronous.AsynchronousOrder:
+        """The order of mini-batches, given the stages that ``runs`` gives."""
+        if self.in_turns:
+            return asynchronous.AsynchronousOrder(graph, 1, True)
+        return asynchronous.split_batches(graph)
 
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
         yield costs.graph, asynchronous.ORDER
@@ -219,7 +220,7 @@ class ShortestPeriod:
 
     def measure(self, candidate: ScheduledProposal) -> tuple[float, int]:
         graph = candidate.graph
-        steady = stream.steady(graph, candidate.costs, self.turns(graph))
+        steady = stream.steady(self.order(graph), candidate.costs)
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
         seconds = steady.period_s * self._weight(graph)
         return seconds, steady.simulated * microbatches

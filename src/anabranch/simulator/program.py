@@ -198,20 +198,13 @@ class Program:
 
 
 def compile_schedule(
-    schedule: Schedule,
-    graph: StageGraph,
-    costs: StepCosts,
-    *,
-    updates: int = 1,
-    per_update: tuple[int, ...] = (),
+    schedule: Schedule, graph: StageGraph, costs: StepCosts, *, per_update: int = 0
 ) -> Program:
     """Price every action and number the messages.
 
     Args:
-        updates: per stage; each is behind the last backward of its share of the micro-batches. A
-            single one is behind everything else.
-        per_update: micro-batches of an update of each stage; by default all make as many updates,
-            otherwise ``updates`` is the most of any.
+        per_update: micro-batches of an update, which is behind the last backward of them; 0 for a
+            single one, behind everything else.
 
     Raises:
         InvalidScheduleError: if actions are missing, or micro-batches out of order.
@@ -221,15 +214,15 @@ def compile_schedule(
     orders, devices = schedule.orders, tuple(schedule.actions)
     lists = Lists([len(order) for order in orders.values()])
     messages = put_in(schedule, graph, costs, lists)
-    # Where updates follow each other, each has the bookkeeping of its batch.
-    if not per_update:
-        per_update = tuple(graph.num_microbatches(s) // updates for s in range(len(graph)))
-    batches = per_update if updates > 1 else ()
+    most = max(map(graph.num_microbatches, range(len(graph))))
+    updates = most // per_update if per_update else 1
+    per_update = per_update if updates > 1 else 0
     finishing = Counter(
-        stage for order in orders.values() for stage in {*order.last_backwards(batches).values()}
+        stage for order in orders.values() for stage in {*order.last_backwards(per_update).values()}
     )
     sums = plan_sums(costs, finishing)
     lost = costs.overheads
+    # Where updates follow each other, each has the bookkeeping of its batch.
     besides_s = lost.step_s if updates > 1 else 0.0
     index = {device: d for d, device in enumerate(devices)}
     units = ComputeUnits(graph, costs, index, sums, besides_s)
@@ -250,12 +243,12 @@ def compile_schedule(
         order = orders[members[0]]
         listed: list[tuple[Sequence[int] | Ints, int, int]] = []  # positions, phase, unit
         listed += (([-1], COMPUTE, number) for number in before)
-        for action, is_last, positions in order.computes(batches):
+        for action, is_last, positions in order.computes(per_update):
             listed.append((positions, COMPUTE, units.action(action, members[0], is_last)))
         listed += (([len(order)], COMPUTE, number) for number in behind)
-        for position, stage in sorted(order.last_backwards(batches).items()):
+        for position, stage in sorted(order.last_backwards(per_update).items()):
             if units.has_update(stage):
-                own = ([position], UPDATE) if batches else ([len(order)], COMPUTE)
+                own = ([position], UPDATE) if per_update else ([len(order)], COMPUTE)
                 listed.append((*own, units.update(stage)))
         if listed:
             at = [positions for positions, _, _ in listed]

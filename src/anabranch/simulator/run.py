@@ -126,8 +126,9 @@ def memory_of(
     sums: dict[int, float] = defaultdict(float)
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
-            base[device] += costs.base_bytes(s, device)
-            sums[device] = max(sums[device], costs.sum_bytes(s, device))
+            resident, summed = costs.held_bytes(s, device)
+            base[device] += resident
+            sums[device] = max(sums[device], summed)
     curves = {}
     for d, device in enumerate(step.program.devices):
         changes = step.memory(d)
@@ -162,19 +163,18 @@ def simulate(
     schedule: Schedule,
     costs: CostModel | StepCosts,
     *,
-    updates: int = 1,
-    per_update: tuple[int, ...] = (),
+    per_update: int = 0,
 ) -> StepRun:
     """Run one step and keep when everything happened, as numbers.
 
     Args:
-        updates: of every stage, and ``per_update``, see ``compile_schedule``.
+        per_update: see ``compile_schedule``.
 
     Raises:
         DeadlockError: if it does not come to its end.
     """
     prices = _prices(graph, costs)
-    program = compile_schedule(schedule, graph, prices, updates=updates, per_update=per_update)
+    program = compile_schedule(schedule, graph, prices, per_update=per_update)
     step = StepRun(program, prices)
     step.run()
     if not step.is_done:

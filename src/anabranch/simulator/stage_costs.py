@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.cost.memory import MOST_TERMS, DeviceMemory, terms_on
+from anabranch.cost.memory import MOST_TERMS, DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.plans.stages import Stage
@@ -127,15 +127,13 @@ class StageCosts:
             touched += nbytes
         return touched
 
+    @remembered
     def held(self, versions: int = 1, replica: int | None = None) -> DeviceMemory:
         """Bytes of one of its replicas, or the fullest, with so many versions of its weights."""
-        if replica is None:
-            return self._held(versions, max(self.updated), MOST_TERMS)
-        return self._held(versions, self.updated[replica], terms_on(replica))
-
-    @remembered
-    def _held(self, versions: int, updated: float, terms: int) -> DeviceMemory:
-        stage = self.stage
+        stage, updated, terms = self.stage, max(self.updated), MOST_TERMS
+        if replica is not None:
+            # All add terms in one order; the first two add the next one to their own at once.
+            updated, terms = self.updated[replica], min(max(replica, 1), MOST_TERMS)
         return self.cost.memory(
             self.weights,
             stage.microbatch_size,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.weights import Unit, WeightPolicy, versions_held
 from anabranch.weights.requirements import require_fits
@@ -43,28 +42,22 @@ class Staleness:
 
 
 def staleness(
-    graph: StageGraph,
-    policy: WeightPolicy,
-    *,
-    last_update: bool = False,
-    turns: AsynchronousOrder | None = None,
+    order: AsynchronousOrder, policy: WeightPolicy, *, last_update: bool = False
 ) -> tuple[Staleness, ...]:
     """Per stage, what its weights are.
 
     Args:
-        turns: the order of replicas that take mini-batches in turn, if they do.
         last_update: whether predictions need the last update, which is then held as one more copy;
             for optimizers without a rule of their own.
 
     Raises:
         PolicyError: if the policy is not defined for such a plan.
     """
-    microbatches = graph.num_microbatches(0)
-    order = turns or AsynchronousOrder(graph, microbatches)
+    graph, microbatches = order.graph, order.per_update
     require_fits(policy, graph, microbatches=microbatches, round_robin=order.round_robin)
     assert isinstance(policy, Hashable), "policies are frozen dataclasses"
     result = []
-    for s, stage in enumerate(order.graph.stages):
+    for s, stage in enumerate(graph.stages):
         deepest = order.deepest(s)
         unit = Unit(8 * deepest, 0, order.in_flight[s], deepest)
         forward, backward = policy.forward(unit), policy.backward(unit)
@@ -89,12 +82,7 @@ def staleness(
 
 
 def versions_of(
-    graph: StageGraph,
-    policy: WeightPolicy,
-    *,
-    last_update: bool = False,
-    turns: AsynchronousOrder | None = None,
+    order: AsynchronousOrder, policy: WeightPolicy, *, last_update: bool = False
 ) -> tuple[int, ...]:
     """Per stage, versions of its weights that are held at once at most; see ``staleness``."""
-    ages = staleness(graph, policy, last_update=last_update, turns=turns)
-    return tuple(stage.versions for stage in ages)
+    return tuple(stage.versions for stage in staleness(order, policy, last_update=last_update))

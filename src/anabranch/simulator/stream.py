@@ -67,18 +67,17 @@ def units_held(graph: StageGraph, stage: int) -> int:
     return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
 
 
-def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None = None) -> Steady:
+def steady(order: AsynchronousOrder, costs: StepCosts) -> Steady:
     """Training once the pipeline is full, for stages with the in-flight counts of ``warm_up``.
 
     Args:
-        graph: with replicas that take mini-batches in turn, the rounds of ``turns``, for which the
-            prices are too.
+        costs: of the order's own stages, whose micro-batches may be rounds.
 
     Raises:
         InvalidPlanError: if a parameter is tied across stages.
         DeadlockError: if the in-flight counts cannot be executed.
     """
-    order = turns or AsynchronousOrder(graph, graph.num_microbatches(0))
+    graph = order.graph
     batches = 2 * max(units_held(graph, s) for s in range(len(graph))) + 4
     require_untied(costs)
     simulated = 0
@@ -109,9 +108,7 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
 def _run(order: AsynchronousOrder, costs: StepCosts, batches: int) -> StepRun:
     """Simulate so many batches in a row."""
     whole, schedule = order.computes(batches)
-    updates = max(map(whole.num_microbatches, range(len(whole)))) // order.per_update
-    per_update = (order.per_update,) * len(whole)
-    return simulate(whole, schedule, costs, updates=updates, per_update=per_update)
+    return simulate(whole, schedule, costs, per_update=order.per_update)
 
 
 def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
@@ -148,21 +145,14 @@ def require_untied(costs: StepCosts) -> None:
         raise tied_stages_error(stages)
 
 
-def record(
-    graph: StageGraph,
-    costs: StepCosts,
-    *,
-    batches: int | None = None,
-    turns: AsynchronousOrder | None = None,
-) -> Timeline:
-    """The timeline from an empty pipeline to an empty one; ``graph``, ``turns`` as for ``steady``.
+def record(order: AsynchronousOrder, costs: StepCosts, *, batches: int | None = None) -> Timeline:
+    """The timeline from an empty pipeline to an empty one; arguments as for ``steady``.
 
     Returns:
         The predicted timeline of all of them; actions count micro-batches through,
-        ``asynchronous.repeated(graph, batches)`` has their samples.
+        ``asynchronous.repeated(order.graph, batches)`` has their samples.
     """
-    order = turns or AsynchronousOrder(graph, graph.num_microbatches(0))
-    count = shown(graph) if batches is None else batches
+    count = shown(order.graph) if batches is None else batches
     with collector_paused():
         whole, schedule = order.computes(count)
         return timeline_of(_run(order, costs, count), schedule, whole, costs)

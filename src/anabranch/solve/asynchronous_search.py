@@ -88,19 +88,18 @@ class AsynchronousSearch:
         if self._optimizer is not None:
             require_optimizer(rule, self._optimizer)
         best = best or self._best(rule)
-        turns = None
-        if phases.stop is None and (in_turns := self._in_turns(rule)):
-            best = in_turns
-            turns = self._objective(rule, in_turns=True).turns(best.graph)
-        run_graph = split = best.graph
-        if turns:
+        in_turns = self._in_turns(rule) if phases.stop is None else None
+        best = in_turns or best
+        order = self._objective(rule, in_turns=in_turns is not None).order(best.graph)
+        split = best.graph
+        if in_turns:
             sized = replace(best.proposal, batch_size=self._batch_size)
             split = warm_up(fitted(sized, self._cost.graph))
 
         def made() -> Plan:
             graph = self._contracted.expand(split)
-            require(self._contracted.expand(run_graph), self._whole, best.versions)
-            steady = stream.steady(run_graph, best.costs, turns)
+            require(self._contracted.expand(best.graph), self._whole, best.versions)
+            steady = stream.steady(order, best.costs)
             stops = phases.notes(self._proposals.count)
             return phases.plan(
                 self._whole,
@@ -108,11 +107,11 @@ class AsynchronousSearch:
                 stage_graph=graph,
                 schedule=ORDER,
                 planner=self._name,
-                predicted=prediction(steady, run_graph, self._cost),
+                predicted=prediction(steady, best.graph, self._cost),
                 notes=(*remarks, *self._remarks(graph, rule), *stops),
                 mode="async",
                 policy=rule.name,
-                round_robin=turns is not None,
+                round_robin=order.round_robin,
             )
 
         return to_its_end(made)

@@ -82,26 +82,24 @@ def simulate_async(
         may_cut = plan_.stage_graph.num_microbatches(0) >= whole.depth
         name = recommended(whole, cost, optimizer, may_cut=may_cut)[0]
     graph = _converted(plan_, policy_named(name))
-    turns = turns_of(plan_, graph, policy_named(name))
-    ages = ages_of(graph, name, optimizer, turns)
+    order = order_of(plan_, graph, policy_named(name))
+    ages = ages_of(order, name, optimizer)
     versions = tuple(age.versions for age in ages)
-    run_graph = turns.graph if turns else graph
-    require(run_graph, cost, versions, idle=True)
-    costs = ModelCosts(run_graph, cost, versions)
-    steady = stream.steady(run_graph, costs, turns)
-    timeline = stream.record(run_graph, costs, turns=turns)
+    require(order.graph, cost, versions, idle=True)
+    costs = ModelCosts(order.graph, cost, versions)
+    steady, timeline = stream.steady(order, costs), stream.record(order, costs)
     shown = replace(
         plan_,
         stage_graph=graph,
         schedule=asynchronous.ORDER,
         mode="async",
         policy=name,
-        round_robin=turns is not None,
+        round_robin=order.round_robin,
         shard_optimizer=False,
         sparse_embeddings=False,
         profile=profile.origin,
     ).predicting(prediction(steady, graph, cost), cluster)
-    whole = asynchronous.repeated(run_graph, stream.shown(run_graph))
+    whole = asynchronous.repeated(order.graph, stream.shown(order.graph))
     return Simulated(shown, steady, ages, timeline, whole)
 
 
@@ -111,29 +109,26 @@ def prediction(steady: stream.Steady, graph: StageGraph, cost: CostModel) -> Pre
     return Prediction(steady.period_s, bottleneck_s, steady.bubble, steady.device_peak_bytes)
 
 
-def turns_of(
+def order_of(
     plan_: Plan, graph: StageGraph, policy: WeightPolicy
-) -> asynchronous.AsynchronousOrder | None:
-    """The order of replicas that take mini-batches in turn, where a plan has that and the policy
-    allows it; None where they split each.
+) -> asynchronous.AsynchronousOrder:
+    """The order of mini-batches: replicas take them in turn where a plan has that and the policy
+    allows it, otherwise they split each.
     """
-    if not plan_.round_robin or not may_take_turns(graph, policy):
-        return None
-    return asynchronous.round_robin(graph)
+    if plan_.round_robin and may_take_turns(graph, policy):
+        return asynchronous.round_robin(graph)
+    return asynchronous.split_batches(graph)
 
 
 def ages_of(
-    graph: StageGraph,
-    policy: str,
-    optimizer: OptimizerFacts | None,
-    turns: asynchronous.AsynchronousOrder | None = None,
+    order: asynchronous.AsynchronousOrder, policy: str, optimizer: OptimizerFacts | None
 ) -> tuple[Staleness, ...]:
     """Return per stage how old its weights are."""
     rule = policy_named(policy)
     if optimizer is not None:
         require_optimizer(rule, optimizer)
     last_update = optimizer is not None and optimizer.keeps_last_update
-    return staleness(graph, rule, last_update=last_update, turns=turns)
+    return staleness(order, rule, last_update=last_update)
 
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:

@@ -117,7 +117,8 @@ class EveryPartition:
         graph = stage_graph(prices, parts, [(s,) for s in range(len(parts))], pairs)
         try:
             graph = asynchronous.warm_up(graph)
-            versions = versions_of(graph, self.policy, last_update=self.last_update)
+            order = asynchronous.split_batches(graph)
+            versions = versions_of(order, self.policy, last_update=self.last_update)
         except (InvalidPlanError, PolicyError):
             return None
         ways = [

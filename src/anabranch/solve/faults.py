@@ -13,7 +13,7 @@ from anabranch.profile.profile import Profile
 from anabranch.schedule import asynchronous, schedule_of
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
-from anabranch.solve.asynchronous_simulation import ages_of, require_asynchronous, turns_of
+from anabranch.solve.asynchronous_simulation import ages_of, order_of, require_asynchronous
 from anabranch.weights import OptimizerFacts, policy_named
 
 
@@ -40,10 +40,9 @@ def check_plan(
     if is_async:
         try:
             require_asynchronous(plan_)
-            turns = turns_of(plan_, graph, policy_named(plan_.policy))
-            ages = ages_of(graph, plan_.policy, optimizer, turns)
-            versions = tuple(age.versions for age in ages)
-            run_graph = turns.graph if turns else graph
+            order = order_of(plan_, graph, policy_named(plan_.policy))
+            ages = ages_of(order, plan_.policy, optimizer)
+            versions, run_graph = tuple(age.versions for age in ages), order.graph
         except (InvalidPlanError, PolicyError, ValueError) as error:
             return [str(error)]
     if profile is not None and cluster is not None:

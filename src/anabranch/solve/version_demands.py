@@ -61,7 +61,8 @@ def versions_of_flight(policy: WeightPolicy, *, last_update: bool = False) -> tu
             _DEPTH if policy.microbatches else 1,
         )
     )
-    first, second, *_ = versions_of(graph, policy, last_update=last_update)
+    order = asynchronous.split_batches(graph)
+    first, second, *_ = versions_of(order, policy, last_update=last_update)
     flight = first - second
     return flight, first - 1 - flight * _DEPTH
 

@@ -14,7 +14,7 @@ of the unit; whoever trains, simulates or counts memory asks the same object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -113,19 +113,9 @@ class Step:
     dims: int = 2
 
 
-class Correction(Protocol):
-    """Change of a stage's updates that makes up for stale gradients.
-
-    A policy names its corrections; ``runtime.asynchronous.corrections`` has them.
-    """
-
-    def __call__(
-        self, policy: Any, step: Step, *kept: dict[int, Any]
-    ) -> AbstractContextManager[None]:
-        """Change gradients before the step, the update after it.
-
-        Args:
-            policy: its fields are the options.
-            kept: tensors from step to step, by the index of a parameter; one for the whole stage is
-                there for every parameter.
-        """
+Correction = Callable[..., AbstractContextManager[None]]
+"""Change of a stage's updates that makes up for stale gradients: of gradients before a step, of the
+update after it. Arguments are the policy, whose fields are the options, the ``Step``, and tensors
+that are kept from step to step, by the index of a parameter (one for the whole stage is there for
+every parameter). A policy names its corrections; ``runtime.asynchronous.corrections`` has them.
+"""

@@ -176,7 +176,7 @@ def test_devices_slow_each_other_as_calibrated(cores, slowdown, seconds):
     """The same operators where two devices slow each other although each has a core, and where two
     do not, though all three would do less at once than one alone.
     """
-    none = dict.fromkeys(("message_s", "message_byte_s", "pass_s", "step_s"), 0.0)
+    none = dict.fromkeys(("message_s", "pass_s", "step_s"), 0.0)
     found = calibration(slowdown=slowdown, **none)
     profile = linked_model(3, [(0, 2), (1, 2)], [1, 1, 0]).profile
     machine = replace(cluster(3), cores=cores, calibration=found)

@@ -148,8 +148,7 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"calibrated on {calibration.date}: {machine.processor}, {machine.cores} cores, "
         f"torch {machine.torch}",
         f"ranks that compute side by side take longer: {slower}",
-        f"a message takes {calibration.message_s * 1e6:.0f} us at each end and "
-        f"{calibration.message_byte_s * 2**20 * 1e6:.0f} us per MiB",
+        f"a message takes {calibration.message_s * 1e6:.0f} us at each end",
         f"besides its operators a forward or backward takes {calibration.pass_s * 1e6:.0f} us, a "
         f"step {calibration.step_s * 1e3:.2f} ms",
         f"an all-reduce takes {calibration.all_reduce_byte_s * 2**20 * 1e6:.0f} us per MiB and "

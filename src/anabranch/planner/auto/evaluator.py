@@ -68,7 +68,7 @@ class Evaluator:
             *(covered[0], covered[-1]),
             *(cluster.memory_bytes, cost.optimizer_factor),
             *(cost.update.byte_s, calibration.pass_s),
-            *(calibration.message_s, calibration.message_byte_s),
+            calibration.message_s,
             computed_at_once(cluster) if len(paces) else 0.0,
             *(versions or (0.0, 0.0)),
             *(cost.update.all_temporary, cost.update.largest_temporary),

@@ -50,19 +50,16 @@ def price_messages(problem: PricedModel, stages: Table[StageRecord], state: Stat
         edge = state.edges[e]
         source, target = stages[edge.ends[0]], stages[edge.ends[1]]
         _route(edge, problem.levels, state)
-        size, last = min(source.microbatch, target.microbatch), min(source.last, target.last)
+        size = min(source.microbatch, target.microbatch)
         for way in range(2):
             edge.posted[way] = 1
             nbytes = message_bytes(edge, way, size)
             if nbytes > 0:
                 target.apart = max(target.apart, nbytes * edge.apart_s)
-                byte_s, replicas = numbers.send_byte, stages[edge.ends[way]].replicas
-                seconds = numbers.send + byte_s * nbytes / replicas
-                last_s = numbers.send + byte_s * message_bytes(edge, way, last) / replicas
                 for end in range(2):
                     stage = stages[edge.ends[end]]
-                    stage.seconds[0, way] += seconds
-                    stage.seconds[1, way] += last_s
+                    stage.seconds[0, way] += numbers.send
+                    stage.seconds[1, way] += numbers.send
     _clear_ports(state.ports)
 
 

@@ -57,7 +57,6 @@ class Numbers:
     update_byte: float
     action: float
     send: float
-    send_byte: float
     cores: float  # devices alone that compute as much as all at best; 0: none slows another
     versions_in_flight: float  # of the weights, per micro-batch in flight
     more_versions: float  # besides

@@ -25,14 +25,13 @@ from anabranch.runtime.worker import BatchRun
 class Divergence:
     """Watch for a loss that climbs, noticed while there is still something to save: stale weights
     make a learning rate that was fine with a flush too large.
-
-    Args:
-        factor: times the smallest mean so far that is called divergence.
-        window: losses of one mean.
     """
 
-    def __init__(self, factor: float = 10.0, window: int = 8) -> None:
-        self._factor, self._recent = factor, deque[float](maxlen=window)
+    factor, window = 10.0, 8
+    """Times the smallest mean so far that is called divergence, and losses of one mean."""
+
+    def __init__(self) -> None:
+        self._recent = deque[float](maxlen=self.window)
         self._least = float("inf")
         self._has_told = False
 
@@ -41,7 +40,7 @@ class Divergence:
         self._recent.append(loss)
         mean = sum(self._recent) / len(self._recent)
         self._least = min(self._least, mean)
-        if self._has_told or not 0 < self._factor * self._least < mean:
+        if self._has_told or not 0 < self.factor * self._least < mean:
             return ""
         self._has_told = True
         count = len(self._recent)

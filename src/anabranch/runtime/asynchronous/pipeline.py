@@ -160,8 +160,7 @@ class AsyncPipeline(BasePipeline):
                     budgeted(plan, order, session.captured, self.policy, self.optimizer),
                     self._mesh,
                 )
-        stages = enumerate(graph.stages)
-        self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
+        (self._stage,) = graph.stages_of[self._mesh.device]
         with session.failing(), POSITION.doing(Phase.START_UP):
             self._stream = Stream(session, order, self._stage, self.policy, clip=clip_stage_norm)
         self._totals = self._stream.totals

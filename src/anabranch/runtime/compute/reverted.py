@@ -17,9 +17,8 @@ from anabranch.graph.capture import Captured
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Put buffers back that change inside, when no autograd graph is alive any more."""
     # Memory that several elements share cannot be written to inside either.
-    with unchanged(
-        [b for b in module.buffers() if not any(n > 1 and not s for n, s in _strided(b))]
-    ):
+    shapes = ((b, zip(b.shape, b.stride(), strict=True)) for b in module.buffers())
+    with unchanged([b for b, sizes in shapes if not any(n > 1 and not s for n, s in sizes)]):
         yield
 
 
@@ -62,10 +61,6 @@ def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-
-
-def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    return zip(tensor.shape, tensor.stride(), strict=True)
 
 
 @contextmanager

@@ -54,11 +54,6 @@ def share(ints: memoryview) -> None:
     RECENT_BATCHES.share(ints[POSITION_INTS:])
 
 
-def heartbeat() -> list[int]:
-    """Return the integers of this process as they are now."""
-    return [*POSITION.numbers, *RECENT_BATCHES.numbers]
-
-
 class Watch:
     """Heartbeats of all ranks as they were last read, and since when each rank is where it is.
 

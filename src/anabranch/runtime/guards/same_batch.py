@@ -76,7 +76,8 @@ def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> 
         if (samples := samples_digest(leaf)) is not None:
             digest.update(samples)
         elif every_value:
-            digest.update(_all_values(leaf.detach().cpu()))
+            values = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            digest.update(bytes(values.numpy()))
         elif leaf.device.type == "cpu" and leaf.numel():
             digest.update(_some_values(leaf.detach()))
     return digest.digest()
@@ -86,10 +87,6 @@ def _some_values(leaf: Tensor) -> bytes:
     flat = leaf.view(-1) if leaf.is_contiguous() else leaf[0].flatten()
     some = flat[:: max(flat.numel() // DIGESTS.sampled, 1)].contiguous()
     return bytes(some.view(torch.uint8).numpy())
-
-
-def _all_values(leaf: Tensor) -> bytes:
-    return bytes(leaf.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def small_digest(digest: bytes) -> int:
@@ -200,20 +197,15 @@ class BatchWatch:
 def _refusal(odd: str) -> str:
     """The message for ranks that have been given different batches."""
     return (
-        f"{odd or 'some rank has'} another batch than the others, in its names, sizes or values; "
+        f"{odd} another batch than the others, in its names, sizes or values; "
         "every rank has to be given the same whole batch, of which it takes its slices: give all "
         "ranks the same data, in the same order, shuffled with one seed"
     )
 
 
-def unequal_batches(mesh: Mesh, digest: bytes) -> DataError:
-    """Return the error for batches that are known to differ; all ranks call it together."""
-    return DataError(_refusal(odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))))
-
-
 def require_same_batch(mesh: Mesh, digest: bytes) -> None:
     """Accept a batch that all ranks have alike; a DataError on every rank names those that have
-    another one.
+    another one. All ranks call it together.
     """
     if mesh.size > 1 and (odd := odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))):
         raise DataError(_refusal(odd))

@@ -23,8 +23,9 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from anabranch.errors import AnabranchError, StageFailedError
-from anabranch.runtime.guards.heartbeat import Watch, heartbeat
+from anabranch.runtime.guards.heartbeat import Watch
 from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES
 from anabranch.runtime.guards.shared_failure import FAILURE_KEY, failure_in, stops_because_of
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.process_groups import run_store
@@ -129,8 +130,8 @@ class StoreWatch:
                 return
 
     def _tell(self, beat: int) -> None:
-        numbers = " ".join(map(str, [beat, *heartbeat()]))
-        self._store.set(f"anabranch/at/{self._rank}", numbers)
+        numbers = beat, *POSITION.numbers, *RECENT_BATCHES.numbers
+        self._store.set(f"anabranch/at/{self._rank}", " ".join(map(str, numbers)))
 
     def _look(self) -> AnabranchError | None:
         """Return why the run cannot go on, if this rank is one of the readers."""

@@ -43,9 +43,9 @@ class PeakMemory:
     def measuring(self) -> Iterator[None]:
         """Around the step."""
         if accelerator.has_own_memory(self._place):
-            accelerator.reset_peak(self._place)
+            torch.accelerator.reset_peak_memory_stats(self._place)
             yield
-            self.peak_bytes = accelerator.peak_bytes(self._place)
+            self.peak_bytes = torch.accelerator.max_memory_allocated(self._place)
             return
         self.storages = storages = Storages(self._held, self._ignored)
         self._held.clear()

@@ -121,7 +121,7 @@ def _temporary_bytes(
         held += [value for value in state.values() if isinstance(value, torch.Tensor)]
     memory = PeakMemory(place, held)
     counted = accelerator.has_own_memory(place)
-    before = accelerator.allocated_bytes(place) if counted else Storages(held, ()).now
+    before = torch.accelerator.memory_allocated(place) if counted else Storages(held, ()).now
     with memory.measuring():
         _update(copies, optimizer, workload.clip_norm)
     return max(0, memory.peak_bytes - before)
