@@ -59,33 +59,6 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
             load_cluster(file)
 
 
-def test_calibrations_of_former_versions_are_read(tmp_path: Path) -> None:
-    """Under the names of today; what nobody predicts any more is left out."""
-    former = {
-        "machine": {"processor": "Z80", "cores": 1, "torch": "2.13.0"},
-        "date": "2026-01-31",
-        "slowdown": [1.0, 2.0],
-        "send_s": 0.5,
-        "send_byte_s": 0.0,
-        "receive_s": 0.75,
-        "receive_byte_s": 0.0,
-        "microbatch_s": 0.25,
-        "step_s": 0.0,
-        "sum_tensor_s": 0.0,
-        "sum_byte_s": 0.125,
-        "memory_bytes_per_s": 1.0,
-        "restarts": [[0.5, 0.25]],
-        "crowded_s": 0.5,
-        "version": 4,
-    }
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps({**CLUSTER, "calibration": former}))
-    read = load_cluster(file).calibration
-    assert read is not None
-    figures = read.message_s, read.pass_s, read.all_reduce_byte_s, read.version
-    assert figures == (0.5, 0.25, 0.125, 4)
-
-
 def test_cluster_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset's name, a path, or a file in the working folder; else the presets are listed."""
     monkeypatch.chdir(tmp_path)

@@ -112,14 +112,9 @@ def estimated(
     return traced.profile(device, samples, "float32")
 
 
-@cache
-def _format() -> TypeAdapter[KeptCapture]:
-    return TypeAdapter(KeptCapture)
-
-
 def save_capture(kept: KeptCapture, path: Path) -> None:
     """Write a captured model; raises OSError if that fails."""
-    document = _format().dump_json(kept)
+    document = TypeAdapter(KeptCapture).dump_json(kept)
     write_whole(path, _checksum(path, document) + b"\n" + document)
 
 
@@ -130,7 +125,7 @@ def load_capture(path: Path) -> KeptCapture:
     checksum, _, document = read_regular(path).partition(b"\n")
     if checksum != _checksum(path, document):
         raise ValueError(f"the checksum in {path} is another one than that of what it holds")
-    return _format().validate_json(document)
+    return TypeAdapter(KeptCapture).validate_json(document)
 
 
 def _checksum(path: Path, document: bytes) -> bytes:

@@ -58,9 +58,6 @@ class KernelTrace:
         ops: per kernel its operator.
         kept: per operator, bytes kept for the backward.
         working: per operator, bytes that one of its passes takes besides.
-
-    Raises:
-        ValueError: if these do not fit each other.
     """
 
     kernels: tuple[Kernel, ...]
@@ -68,19 +65,6 @@ class KernelTrace:
     ops: tuple[int, ...]
     kept: tuple[int, ...]
     working: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not len(self.kernels) == len(self.passes) == len(self.ops):
-            raise ValueError(
-                f"{len(self.kernels)} kernels, but {len(self.passes)} passes and "
-                f"{len(self.ops)} operators of them"
-            )
-        if not set(self.passes) <= {0, 1} or not set(self.ops) <= set(range(len(self.kept))):
-            raise ValueError(f"a kernel belongs to none of {len(self.kept)} operators or 2 passes")
-        if len(self.working) != len(self.kept):
-            raise ValueError(
-                f"bytes that {len(self.kept)} operators keep, that {len(self.working)} work with"
-            )
 
     def is_like(self, other: KernelTrace) -> bool:
         """True if only the sizes differ."""
@@ -147,22 +131,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A captured model and its kernels at ``FEW`` and ``MANY`` samples.
-
-    Raises:
-        ValueError: if the traces have other operators than the graph.
-    """
+    """A captured model and its kernels at ``FEW`` and ``MANY`` samples."""
 
     graph: OpGraph
     few: KernelTrace
     many: KernelTrace
-
-    def __post_init__(self) -> None:
-        for trace in (self.few, self.many):
-            if len(trace.kept) != len(self.graph):
-                raise ValueError(
-                    f"the graph has {len(self.graph)} operators, the trace {len(trace.kept)}"
-                )
 
     @property
     def is_affine(self) -> bool:
