@@ -10,8 +10,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,25 +82,18 @@ _verbs = (
 )
 
 
-def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with its remarks behind it, which says so where Ctrl-C ends it and it has not said
-    so itself.
+class _Verb(TyperCommand):
+    """A verb with its remarks behind it, which says what is to be written where an option or an
+    argument is missing, and that Ctrl-C has ended it where it has not said so itself.
     """
 
-    @wraps(verb)
-    def call(*arguments: Any, **options: Any) -> None:
+    def invoke(self, ctx: Any) -> None:
         try:
             with remarks_at_end():
-                verb(*arguments, **options)
+                super().invoke(ctx)
         except KeyboardInterrupt:
             as_json = asks_for_json(sys.argv[1:])
             _fail("Interrupted", "ended by Ctrl-C", INTERRUPTED, as_json=as_json)
-
-    return call
-
-
-class _Verb(TyperCommand):
-    """A verb that says what is to be written where an option or an argument is missing."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -115,7 +106,7 @@ class _Verb(TyperCommand):
 
 
 for _verb in _verbs:
-    app.command(cls=_Verb)(_interruptible(_verb))
+    app.command(cls=_Verb)(_verb)
 
 
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"

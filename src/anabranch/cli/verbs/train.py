@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
-from anabranch.cli.first_rank import on_first
-from anabranch.cli.job import Job
+from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
@@ -146,7 +145,7 @@ def train(
             flush_as_before = replace(flush_as_before, policy=flush.policy or shown.policy or None)
         if compute.sparse_embeddings is None:
             compute_as_before = replace(compute, sparse_embeddings=job.plan.sparse_embeddings)
-        job.forget_plan()
+        job.plan, job.is_by_file = None, False
         shown, policy = _plan(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
         if is_first:
@@ -239,6 +238,8 @@ def _plan(
 
     What cannot run is refused as early as it is known.
     """
+    from anabranch.runtime.optimizer_facts import require_recipe_updates
+
     is_async = flush.is_async(job.plan)
     name = flush.policy or (job.plan.policy if job.plan is not None else "")
     known = flush.with_options(name) if is_async and name not in ("", "auto") else None
@@ -256,7 +257,7 @@ def _plan(
     asks_for_rows = bool(compute.sparse_embeddings) and not is_async
     has_rows = job.plan is not None and job.plan.sparse_embeddings
     if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
-        job.require_updates(sparse_embeddings=asks_for_rows)
+        require_recipe_updates(job.workload, job.captured.graph, sparse_embeddings=asks_for_rows)
     search = partial(
         job.search,
         local,
