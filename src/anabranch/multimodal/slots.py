@@ -43,11 +43,6 @@ class Inputs:
     slot_rows: int
     per_sample: Sequence[int] | None = None
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each image."""
-        return [len(rows) for rows in self.rows]
-
     def none(self) -> Inputs:
         """A batch of the same sizes without any image."""
         tensors = {name: tensor[:0] for name, tensor in self.tensors.items()}
@@ -94,7 +89,7 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
     Raises:
         DataError: if a sample's tokens are not as many as the features of its inputs.
     """
-    lengths, counts, first = inputs.lengths, [], 0
+    lengths, counts, first = [len(rows) for rows in inputs.rows], [], 0
     for sample, wanted in enumerate(tokens):
         stop, features = first, 0
         if inputs.per_sample is not None:

@@ -61,7 +61,6 @@ def measure(
     repeats: int = 9,
     budget_s: float = 60.0,
     threads: int | None = 1,
-    pool: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure the operators of a captured model.
@@ -76,7 +75,6 @@ def measure(
         budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
             counts that would not fit at all are left out, with a warning.
         threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
-        pool: whether operators with the same operations and shapes share their repeats.
         progress: called with (turns done, turns in all).
 
     Raises:
@@ -112,7 +110,7 @@ def measure(
         benches = _take_turns(
             make, counts, repeats, deadline, progress or (lambda done, total: None)
         )
-    return _profile(captured, benches, device, pool)
+    return _profile(captured, benches, device)
 
 
 class Measurement:
@@ -141,7 +139,7 @@ class Measurement:
 
     def profile(self) -> Profile:
         """By the medians of all turns."""
-        return _profile(self._captured, self._benches, str(self._place), pool=True)
+        return _profile(self._captured, self._benches, str(self._place))
 
 
 class _Bench:
@@ -299,7 +297,7 @@ _TURN = 3
 """Timed steps in a row."""
 
 
-def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool) -> Profile:
+def _profile(captured: Captured, benches: list[_Bench], device: str) -> Profile:
     first, last = benches[0], benches[-1]
     counts = first.samples, last.samples
     kept = bytes_per_sample(first.kept, last.kept, counts)
@@ -307,8 +305,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     working = bytes_per_sample(first.working, last.working, counts)
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
-        key = likeness(captured, step, first.batch) if pool else str(i)
-        groups.setdefault(key, []).append(i)
+        groups.setdefault(likeness(captured, step, first.batch), []).append(i)
     costs: dict[int, OpCost] = {}
     weights = {parameter.name for parameter in captured.graph.parameters if parameter.trainable}
     for alike in groups.values():

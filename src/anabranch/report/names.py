@@ -38,11 +38,6 @@ def same_stages(graph: StageGraph) -> Hashable:
     return tuple((stage.operators, stage.devices) for stage in graph.stages), graph.edges
 
 
-def ends(stage: Stage, prefix: str) -> tuple[str, str]:
-    """Return the first and last operator of a stage, without the prefix."""
-    return stage.operators[0].removeprefix(prefix), stage.operators[-1].removeprefix(prefix)
-
-
 def operators(stage: Stage, prefix: str) -> str:
     """Format the operators of a stage in one line, see ``plans.plan.span``."""
     return span([name.removeprefix(prefix) for name in stage.operators])

@@ -139,12 +139,7 @@ class TimelineLayout:
 def arrange(
     shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
 ) -> TimelineLayout:
-    """Compute the layout; arguments as for ``timeline_svg``."""
-    if not shown or width < 480:
-        raise ValueError(
-            f"{len(shown)} timelines, {width:g} pixels wide; needed are at least one timeline and "
-            "480 pixels"
-        )
+    """Compute the layout of a picture so many pixels wide; see ``timeline_svg``."""
     timelines = [one.timeline for one in shown]
     longest = max(len(timeline.devices) for timeline in timelines)
     top = 56.0
