@@ -254,7 +254,7 @@ class Captured:
         return self.variants.get(sizes_of(tensors), self)
 
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
-        with only_frozen(self.module, self.programs.frozen):
+        with only_frozen(self.module, self.programs.exporter.frozen):
             first = self.programs.exporter
             exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
             return _captured(self.module, exporter, self.granularity, self.assumption, self)

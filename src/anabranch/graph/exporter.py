@@ -34,7 +34,13 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
-from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
+from anabranch.graph.module_state import (
+    in_mode,
+    in_one_process,
+    on_meta,
+    on_one_device,
+    only_frozen,
+)
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.tracing import rare_collection, without_raising_guards
 from anabranch.remembered import remembered
@@ -91,15 +97,16 @@ class Exporter:
         Raises:
             CaptureError: if the module cannot be captured, or not with that many samples.
         """
-        if not self.outputs:
-            self._export()
-        if self._dynamic is not None:
-            with suppress(RefusedError):
-                return self._lowered(self._dynamic, samples, device)
-        self.apart.add(samples)
-        if samples not in self._fixed:
-            self._fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
-        return self._lowered(self._fixed[samples], samples, device)
+        with only_frozen(self.module, self.frozen):
+            if not self.outputs:
+                self._export()
+            if self._dynamic is not None:
+                with suppress(RefusedError):
+                    return self._lowered(self._dynamic, samples, device)
+            self.apart.add(samples)
+            if samples not in self._fixed:
+                self._fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
+            return self._lowered(self._fixed[samples], samples, device)
 
     def _export(self) -> None:
         """Export the module, if possible for any number of samples."""

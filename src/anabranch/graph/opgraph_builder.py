@@ -87,10 +87,6 @@ def _bytes(node: fx.Node) -> int:
     return value.numel() * value.element_size()
 
 
-_SUMS = (0, 1)
-"""Modes of a bag whose gradient may be sparse, the sum and the mean; not the maximum."""
-
-
 def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     """Parameters that are only looked up in, by rows that the batch names, so that they have
     gradients there alone; sparse ones where ``nn.Embedding`` is told so (``sparse=True``).
@@ -127,7 +123,7 @@ def _may_be_sparse(call: fx.Node) -> bool:
     options = arguments(call)
     if options["scale_grad_by_freq"] or options.get("per_sample_weights") is not None:
         return False
-    return options.get("mode") in (None, *_SUMS)
+    return options.get("mode") in (None, 0, 1)  # a bag's sum or mean, not its maximum
 
 
 def make_sparse(graph: fx.Graph) -> int:

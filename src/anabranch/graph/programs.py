@@ -26,7 +26,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
-from anabranch.graph.module_state import device_of, only_frozen
+from anabranch.graph.module_state import device_of
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
@@ -107,11 +107,6 @@ class Programs:
         return self.exporter.samples
 
     @property
-    def frozen(self) -> frozenset[str]:
-        """Parameters that were not trainable when the module was captured."""
-        return self.exporter.frozen
-
-    @property
     def device(self) -> torch.device:
         """Device of the module's parameters now."""
         return device_of(self.module)
@@ -138,11 +133,10 @@ class Programs:
         if accelerator.is_on_accelerator(place) and not accelerator.count(place.type):
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
-            with only_frozen(self.module, self.frozen):
-                program = self.exporter.program(samples, place)
-                self._require_same(program)
-                program = self._whole_batch.put_in(program)
-                self._made[samples, place] = unfold(program, self.folded)
+            program = self.exporter.program(samples, place)
+            self._require_same(program)
+            program = self._whole_batch.put_in(program)
+            self._made[samples, place] = unfold(program, self.folded)
         return self._made[samples, place]
 
     def require_alike(self, samples: int) -> None:
@@ -153,12 +147,11 @@ class Programs:
         if samples in self._alike or self.exporter.is_general(samples):
             return
         self._alike.add(samples)
-        with only_frozen(self.module, self.frozen):
-            try:
-                program = self.exporter.program(samples, self.exporter.device)
-            except CaptureError:
-                return
-            self._require_same(program)
+        try:
+            program = self.exporter.program(samples, self.exporter.device)
+        except CaptureError:
+            return
+        self._require_same(program)
 
     def _require_same(self, program: FlatProgram) -> None:
         """Raise CaptureError if a program has other calls than the example's, or other numbers."""
@@ -166,11 +159,9 @@ class Programs:
         require_same_calls(self.module, self.signature, program, known=here, unknown=there)
         if not self.exporter.apart:
             return
-        with only_frozen(self.module, self.frozen):
-            first, twice = (
-                self.exporter.program(count * self.samples, self.exporter.device)
-                for count in (1, 2)
-            )
+        first, twice = (
+            self.exporter.program(count * self.samples, self.exporter.device) for count in (1, 2)
+        )
         if (difference := jump(first, twice, program)) is not None:
             call, known, number = difference
             raise CaptureError(

@@ -119,10 +119,6 @@ class _Follower:
         """The samples of a value; none in what is no tensor."""
         return self.axes.get(node, SampleAxis(-1))
 
-    def is_place(self, node: fx.Node, index: fx.Node) -> bool:
-        """True if a call reads a value as places of samples."""
-        return is_index(node, index, self.axes)
-
     def mixes(self, node: fx.Node) -> bool:
         """True for an operation across samples whose result has samples."""
         known = [n for n in node.all_input_nodes if self.flows[n].known]
@@ -188,7 +184,7 @@ class _Follower:
         if (
             known
             and axis.trouble != RAGGED
-            and (is_part or not all(self.is_place(node, n) for n in rows))
+            and (is_part or not all(is_index(node, n, self.axes) for n in rows))
         ):
             return None
         if tensor(node) is None:
@@ -309,7 +305,7 @@ class _Follower:
                 continue
             axis = self.axes[source] if self.has_rows(source) else None
             is_place = is_integer(node) and is_integer(source)
-            if axis is None or not (is_place or self.is_place(node, source)):
+            if axis is None or not (is_place or is_index(node, source, self.axes)):
                 self.uses.append(StatisticUse(node, source, share, axis))
         numbers = self.changed(node)
         for name, value in arguments(node).items():

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -223,7 +223,7 @@ def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.ex
 
 
 @contextlib.contextmanager
-def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+def data_as_detached(refuse: Callable[[], Any]) -> Iterator[None]:
     """Inside, code that is not PyTorch's reads ``tensor.detach()`` as ``tensor.data``; ``refuse``
     is called where it assigns to it.
 
