@@ -114,9 +114,7 @@ _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main() -> None:
-    """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage, 130 where
-    Ctrl-C has ended it.
-    """
+    """Entry point: exit code 0, 1 on an anabranch error, 2 on wrong usage, 130 after Ctrl-C."""
     without_colour()
     as_json = asks_for_json(sys.argv[1:])
     # With --json wrong usage is a document as well, and under torchrun one paragraph, neither of

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
-    """A preset or a cluster file; local ranks with the kept calibration of this machine, which is
-    said, unless the user does without.
-    """
+    """A preset or a file; local ranks with the kept calibration, which is said, if wanted."""
     from anabranch.files import load_cluster
 
     return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
@@ -38,9 +36,7 @@ def cluster_to_plan_for(text: str, *, calibrated: bool = True) -> Cluster:
 
 
 def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
-    """A cluster of local ranks with the kept calibration of this machine; what is used is said
-    behind the result.
-    """
+    """Local ranks with the kept calibration of this machine, which is said behind the result."""
     if not calibrated:
         return replace(cluster, calibration=None)
     from anabranch.calibration import kept

@@ -120,9 +120,7 @@ def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:
-    """Tell whether a command line, or its run file, asks for JSON, before either is checked: their
-    mistakes are documents as well.
-    """
+    """Tell whether an unchecked command line, or its run file, asks for JSON, also for mistakes."""
     for argument in arguments:
         if argument == "--json":
             return True

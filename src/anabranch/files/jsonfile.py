@@ -87,9 +87,7 @@ def document_fields(
 
 
 def from_document(kind: type[_Core], document: BaseModel, **special: Any) -> _Core:
-    """The object of a core type whose fields a document has, with tuples for lists; ``special`` has
-    those that differ.
-    """
+    """A core type from the fields of a document, lists as tuples; ``special`` are others."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in document if name in names} | special
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
@@ -340,9 +338,7 @@ def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> No
 
 
 def build(path: FilePath, construct: Callable[[_File], _Core], file: _File) -> _Core:
-    """From the validated document to the core type; raises FileFormatError where one of its own
-    conditions does not hold.
-    """
+    """The core type of a validated document; raises FileFormatError where it refuses the values."""
     try:
         return construct(file)
     except ValueError as error:

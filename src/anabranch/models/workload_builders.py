@@ -133,9 +133,7 @@ def synthetic_workload(
 def branches_workload(
     name: str, make: Callable[[], nn.Module], sizes: Any, *, meta: bool
 ) -> Workload:
-    """A workload of branches over sequences: each class is a pattern that all branches show under
-    noise.
-    """
+    """Branches over sequences, which all show the pattern of the class under noise."""
     shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
     return synthetic_workload(
         name,

@@ -173,9 +173,7 @@ def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
 
 
 def take_rows(features: Tensor, index: Tensor, share: int) -> Tensor:
-    """Rows of samples, ``[samples, rows, d]``, for their tokens, ``[samples, tokens]``, counted
-    through the samples that share them.
-    """
+    """Rows ``[samples, rows, d]`` by index ``[samples, tokens]``, through ``share`` samples."""
     if share > 1:
         taken: Tensor = _operator()(features, index, share)
         return taken
@@ -198,9 +196,7 @@ def _grouped(features: Tensor, index: Tensor, share: int) -> tuple[Tensor, Tenso
 
 @cache
 def _operator() -> Any:
-    """An operator of its own: what samples share stays within a micro-batch, which a graph of
-    operations does not show.
-    """
+    """An operator of its own, as a graph would not show what samples of a micro-batch share."""
 
     @torch.library.custom_op("anabranch::take_rows", mutates_args=())
     def take(features: Tensor, index: Tensor, share: int) -> Tensor:

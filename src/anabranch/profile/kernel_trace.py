@@ -121,9 +121,7 @@ class KernelTrace:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Kernels that compute gradients of weights, as shares: of those without matrix products, and
-    of each product.
-    """
+    """Shares of gradients of weights: of kernels without matrix products, and of each product."""
 
     kernels: Floats
     products: Floats
@@ -183,9 +181,7 @@ class TracedModel:
     def with_seconds(
         self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
     ) -> Profile:
-        """A profile of seconds per operator, as ``KernelTrace.seconds`` has them, for each sample
-        count.
-        """
+        """A profile of seconds per operator, see ``KernelTrace.seconds``, for each sample count."""
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
         fixed = fixed_bytes(self.few.kept, kept, FEW)
         working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))

@@ -194,9 +194,7 @@ class _Bench:
                 shares.append(1 - inputs[op] / whole if whole else 0.0)
 
     def cost(self, alike: Sequence[int]) -> tuple[float, float, float]:
-        """Seconds of operators that are alike: forward, backward, and of that the gradients of
-        weights.
-        """
+        """Seconds of operators that are alike: forward, backward, of that gradients of weights."""
         forward, backward, share = (
             statistics.median(s for op in alike for s in figures[op])
             for figures in (self.forward_s, self.backward_s, self.weight_shares)

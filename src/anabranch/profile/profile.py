@@ -157,9 +157,7 @@ class Profile:
         return np.array([cost.second_half_s for cost in self.costs], dtype=np.float64)
 
     def scaled(self, factors: Any) -> Profile:
-        """The profile with seconds so many times as long; factors as ``seconds``, or what
-        broadcasts to it.
-        """
+        """The profile with seconds times factors, shaped as ``seconds`` or broadcast to it."""
         ways = (self.seconds * factors).tolist()
         backward_factors = np.broadcast_to(factors, self.seconds.shape)[1]
         weights = (self.weight_seconds * backward_factors).tolist()
@@ -201,9 +199,7 @@ def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> 
 
 
 def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:
-    """Index of the measured count below so many samples, and their share of the way to the next
-    one.
-    """
+    """Index of the measured count below so many samples, and their share of the way to the next."""
     row = 0
     while row < len(measured) - 2 and measured[row + 1] < samples:
         row += 1

@@ -273,9 +273,7 @@ def gain(name: str, other: Plan, ours: Plan) -> str:
 
 
 def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
-    """A sentence that compares an asynchronous plan with synchronous baselines, and says how to
-    plan steps with a flush.
-    """
+    """Compare an asynchronous plan with synchronous baselines, and say how to plan those."""
     seconds = {
         BASELINE_NAMES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
     }
