@@ -103,8 +103,7 @@ Schedule = Annotated[
 NoCalibration = Annotated[
     bool,
     typer.Option(
-        "--no-calibration",
-        help="Predict local:N without the kept calibration of this machine.",
+        "--no-calibration", help="Predict local:N without the kept calibration of this machine."
     ),
 ]
 MicrobatchSize = Annotated[
@@ -131,14 +130,13 @@ Optimizer = Annotated[
     typer.Option(
         help="With --mode async: what the model will be trained with, which decides what auto "
         "chooses and how many copies of the weights a prediction takes [default: the model's own; "
-        "a profile file has none].",
+        "a profile file has none]."
     ),
 ]
 NoCache = Annotated[
     bool,
     typer.Option(
-        "--no-cache",
-        help="Capture the model even where an earlier capture is kept, and keep none.",
+        "--no-cache", help="Capture the model even where an earlier capture is kept, and keep none."
     ),
 ]
 Output = Annotated[
@@ -271,7 +269,7 @@ class PlanningSettings:
         Mode,
         typer.Option(
             help="sync: all stages update together after every step; async: no flush between "
-            "mini-batches, each stage updates after its own backward.",
+            "mini-batches, each stage updates after its own backward."
         ),
     ] = "sync"
     optimizer: Optimizer = None
@@ -311,9 +309,7 @@ class LocalPlanSettings:
     plan_file: Annotated[
         Path | None,
         typer.Option(
-            "--plan",
-            help="A plan file [default: plan for --devices].",
-            callback=refuse_beside_plan,
+            "--plan", help="A plan file [default: plan for --devices].", callback=refuse_beside_plan
         ),
     ] = None
     devices: Annotated[

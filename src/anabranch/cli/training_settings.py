@@ -94,8 +94,7 @@ class TrainingSettings:
         ),
     ] = None
     epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Passes through the data, with those before --resume."),
+        int | None, typer.Option(min=1, help="Passes through the data, with those before --resume.")
     ] = None
     resume: Annotated[
         Path | None,
@@ -327,7 +326,7 @@ class FlushSettings:
         Mode | None,
         typer.Option(
             help="sync: all stages update together after every step; async: without a flush, each "
-            "stage updates after its own backward [default: the plan's, or sync].",
+            "stage updates after its own backward [default: the plan's, or sync]."
         ),
     ] = None
     policy: OtherPolicy = None

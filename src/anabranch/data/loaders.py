@@ -239,12 +239,7 @@ class Loader:
             yield batch
 
     def _as_they_come(
-        self,
-        batch_size: int,
-        epoch: int,
-        start: int,
-        seed: int,
-        state: Mapping[str, Any] | None,
+        self, batch_size: int, epoch: int, start: int, seed: int, state: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         source = self.source
         if isinstance(source, IterableDataset):

@@ -57,9 +57,7 @@ def value_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, in order, with those that it leaves at their defaults; none
-    where it calls something that declares none.
-    """
+    """All arguments of a call by name, in order, with defaults; none where none are declared."""
     schema = getattr(node.target, "_schema", None)
     declared = schema.arguments if schema is not None else ()
     values = {argument.name: argument.default_value for argument in declared}
@@ -131,9 +129,7 @@ def dims_along(node: fx.Node, rank: int) -> list[int]:
 
 
 class CallTraits:
-    """Traits of the calls of a program; ``other`` has another number of samples, to show where
-    these are.
-    """
+    """Traits of the calls of a program; ``other``, for other samples, shows where these are."""
 
     def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
         self.program = program

@@ -204,9 +204,7 @@ class Captured:
         return tuple(n for n in names if "::" in n and not n.startswith(("aten::", "prims::")))
 
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
-        """Weights of the loss and metrics of a slice in those of a batch; metrics that only the
-        whole batch tells count by samples.
-        """
+        """Weights of a slice's loss and metrics in those of a batch; coupled ones by samples."""
         share = samples / batch_size
         return {name: 1.0 if total == "sum" else share for name, total in self.totals.items()}
 

@@ -54,9 +54,7 @@ def counted_means(program: FlatProgram) -> FlatProgram:
 
 
 def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:
-    """The number of entries, or of rows, of a value of which a mask decides the size; None for
-    others.
-    """
+    """Number of entries, or of rows, of a value whose size a mask decides; None for others."""
     value = tensor(chosen)
     if value is None or len(free := [n for n in value.shape if not isinstance(n, int)]) != 1:
         return None

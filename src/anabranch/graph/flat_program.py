@@ -77,9 +77,7 @@ class FlatProgram:
         find: Callable[[PlaceholderSource], torch.Tensor],
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Compute the outputs, or other values, without gradients; ``find`` gives the tensors of
-        placeholders.
-        """
+        """Outputs or other values, without gradients; ``find`` gives tensors of placeholders."""
         wanted = self.outputs if wanted is None else wanted
         env: dict[fx.Node, Any] = {}
         with torch.no_grad():
@@ -235,9 +233,7 @@ def gradient_types(program: FlatProgram) -> set[torch.dtype]:
 def gradient_strides(
     program: FlatProgram, nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[int, ...]]:
-    """Strides of the gradients that values have in one process, by a backward of fake tensors; as
-    the value's own where there is no gradient.
-    """
+    """Strides of gradients of values in one process, by a fake backward; else the value's own."""
     if not nodes:
         return {}
     # A view has come after the loss was made; its gradient is a view of that of its value.

@@ -25,9 +25,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes have other values, given as (object, name, value), also those that an
-    object has from its class.
-    """
+    """Inside, attributes, also a class's, have other values, given as (object, name, value)."""
     changed = list(values)
     # A class has descriptors, which getattr would bind; a tensor has its data in no dictionary.
     before = [
@@ -48,9 +46,7 @@ def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def without_keeping(module: nn.Module) -> Iterator[None]:
-    """Tensors that a trace inside keeps in its modules, or in dictionaries of theirs, are dropped
-    at the end: they have no values.
-    """
+    """Drop tensors without values that a trace keeps in modules or dictionaries of theirs."""
     owners = [vars(part) for part in module.modules()]
     held = [*owners, *(v for owner in owners for v in owner.values() if type(v) is dict)]
     before = [(names, dict(names)) for names in held]

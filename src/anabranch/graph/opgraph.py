@@ -184,9 +184,7 @@ class OpGraph:
         return self._neighbours((c, v.producer) for v in values for c in v.consumers)
 
     def way_back(self, mask: int) -> int:
-        """Return the operators of a set through which gradients go back to the inputs of the set;
-        none if no operator outside waits for any.
-        """
+        """Operators of a set that gradients pass on their way out of it; none if nobody waits."""
         way = 0
         for op in bits(mask):
             if self.gradient_targets[op] & (way | ~mask):
@@ -285,6 +283,5 @@ class ModelSize:
     def of(graph: OpGraph) -> ModelSize:
         """Compute the size of a model from its graph."""
         return ModelSize(
-            sum(graph.parameter_bytes.values()),
-            sum(value.nbytes for value in graph.values),
+            sum(graph.parameter_bytes.values()), sum(value.nbytes for value in graph.values)
         )

@@ -223,9 +223,7 @@ class Programs:
         place: torch.device | None = None,
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs or other values of a program for a batch, on the module's parameters and
-        buffers.
-        """
+        """Outputs or other values of a program for a batch, on the module's own state."""
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:

@@ -27,7 +27,6 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.across_samples import is_across, is_index
 from anabranch.graph.call_traits import (
     arguments,
     base_name,
@@ -62,7 +61,7 @@ from anabranch.graph.operations import (
     REDUCED,
     SCATTERS,
 )
-from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
+from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_across, is_index, sample_axes
 
 _TOTALS = ("sum", "mean")
 """Kinds of values that slices have instead of samples, and that add up."""
@@ -170,9 +169,7 @@ class _Follower:
     def sliced(
         self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool
     ) -> Flow | None:
-        """The flow of a value that slices of a batch tell, with statistics of the whole batch put
-        in; None for others.
-        """
+        """Flow of a value that slices tell, with statistics of the batch put in; or None."""
         kinds = {flow.kind for flow in inputs}
         if axis.trouble == PAIRS or "coupled" in kinds:
             return None

@@ -287,9 +287,7 @@ def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _unless_moved(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """``Module.to`` and the like, which would write to parameters also where all of them have that
-    device and type.
-    """
+    """``Module.to`` and the like, without writes where all tensors have that device and type."""
 
     def applied(self: nn.Module, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with disable_proxy_modes_tracing():

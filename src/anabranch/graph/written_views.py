@@ -44,9 +44,7 @@ def writes_first(target: Any) -> bool:
 
 
 def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None:
-    """What the first argument of a write (``writes_first``) is after it, as a value of its own;
-    None if there is no such operation.
-    """
+    """The written argument of a write (``writes_first``) as a new value; None if there is none."""
     name, (changed, *others) = target._schema.name.removeprefix("aten::").rstrip("_"), args
     if "::" in name or any(word in name for word in RANDOM):
         return None
@@ -70,9 +68,7 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """The views, and writes, that lead to a node from the value whose memory it is in, which is
-    the first of them.
-    """
+    """Views and writes that lead to a node, from the value whose memory it is in."""
     path = [node]
     while (source := _source(path[0])) is not None:
         path.insert(0, source)

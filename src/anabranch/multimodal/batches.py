@@ -156,10 +156,7 @@ def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Siz
 
 
 def _positions(
-    model: Any,
-    own: dict[str, Tensor],
-    given: Mapping[str, Tensor],
-    images: list[int] | None,
+    model: Any, own: dict[str, Tensor], given: Mapping[str, Tensor], images: list[int] | None
 ) -> Tensor:
     """Positions of the tokens, of which those of an image have three, by the library's function."""
     tokens = own["input_ids"]

@@ -169,16 +169,7 @@ def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
         tops.append(y)
         y += height + strip
     has_arrows = few and len(rows) <= STYLE.most_arrow_rows
-    return Panel(
-        *shown,
-        tuple(rows),
-        tuple(tops),
-        height + strip,
-        strip,
-        has_arrows,
-        heading,
-        y,
-    )
+    return Panel(*shown, tuple(rows), tuple(tops), height + strip, strip, has_arrows, heading, y)
 
 
 ROW_SIZES = (

@@ -63,8 +63,7 @@ def plan(
     rewrite: Rewrites = "auto",
     policy: Policy = None,
     start: Annotated[
-        Path | None,
-        typer.Option("--from", help="A plan file to improve, also one made by hand."),
+        Path | None, typer.Option("--from", help="A plan file to improve, also one made by hand.")
     ] = None,
     baselines: Annotated[
         bool,

@@ -48,11 +48,6 @@ class Product:
     dim: int
     weight_dim: int
 
-    @property
-    def width(self) -> int:
-        """Features that are summed over."""
-        return int(self.weight.meta["val"].shape[self.weight_dim])
-
 
 def products(program: FlatProgram, sites: Sites) -> list[Product]:
     """Wanted products with a parameter, last first."""
@@ -90,7 +85,8 @@ def split_product(
     """
     try:
         terms, region = _terms(program, product, widths)
-        if needs_products and not any(map(_has_parameters, region - {product.node})):
+        made_by = map(base_name, region - {product.node})
+        if needs_products and not any(n in _ARGUMENTS or "embedding" in n for n in made_by):
             raise NotSliceableError("no product makes the features")
         replaced = _replaced(program, region, product.node)
     except NotSliceableError as error:
@@ -133,10 +129,6 @@ def _terms(
             terms.append(values.call(node, changed | without_bias))
         region |= values.visited
     return terms, region
-
-
-def _has_parameters(node: fx.Node) -> bool:
-    return base_name(node) in _ARGUMENTS or "embedding" in base_name(node)
 
 
 def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> set[fx.Node]:
@@ -186,8 +178,9 @@ def tensor_split(program: FlatProgram, sites: Sites, parts: int) -> None:
     for product in products(program, sites):
         if product.weight not in program.sources:
             continue  # a part of the pair behind it
-        if product.width % parts:
-            sites.refused[product.site] = f"{product.width} features are not {parts} equal parts"
+        width, rest = divmod(product.weight.meta["val"].shape[product.weight_dim], parts)
+        if rest:
+            count = parts * width + rest
+            sites.refused[product.site] = f"{count} features are not {parts} equal parts"
         else:
-            widths = [product.width // parts] * parts
-            split_product(program, product, widths, sites, needs_products=True)
+            split_product(program, product, [width] * parts, sites, needs_products=True)
