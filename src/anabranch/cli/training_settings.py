@@ -317,8 +317,7 @@ class FlushSettings:
 
     Attributes:
         policy_option: options of the policy, such as ``clip=3`` of predict-stash.
-        round_robin: replicas of a stage take mini-batches in turn, or split each; by default what
-            the plan says.
+        round_robin: replicas of a stage take mini-batches in turn, or split each; else as planned.
         clip_stage_norm: clip the gradients of each stage to this norm.
     """
 

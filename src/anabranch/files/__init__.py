@@ -1,8 +1,7 @@
 """Profiles, clusters and plans as JSON files.
 
 What a reader may believe about a file is written down as pydantic models; the core types behind
-them stay plain dataclasses. Units are part of the key names. Operators go by name, so a file can be
-read and edited by people:
+them stay plain dataclasses. Units are in the keys; operators go by name, so people can edit files:
 
     {
       "schema": "anabranch.cluster/1",

@@ -6,8 +6,7 @@ granularity, where modules are looked for, the versions of Python, this package 
 installed. It lists the user's own files that were imported or read while the model was captured,
 with a hash of each. If one has changed, the model is captured again.
 
-Nothing is kept of a model whose code is in no file, such as generated code. The environment and the
-time are not compared.
+Nothing is kept of code in no file, such as generated code. Environment and time are not compared.
 """
 
 from __future__ import annotations
@@ -203,8 +202,7 @@ _listeners = 0
 def files_read() -> Iterator[set[str]]:
     """Hear which files are opened for reading.
 
-    The set has those of earlier uses as well: a module of the user's that is imported by now does
-    not read its files again.
+    The set has those of earlier uses as well: an imported module does not read its files again.
     """
     global _listeners
     _listen()

@@ -28,8 +28,7 @@ class Limits:
     """Limits of what a file of ours, or of others, may say; more is a mistake.
 
     Attributes:
-        file_bytes: bytes of a file; the profile of a model with 10,000 operators has about
-            5 MB.
+        file_bytes: bytes of a file; the profile of 10,000 operators has about 5 MB.
         size: bytes in memory or on their way: an exbibyte.
         devices: of a cluster; a product of level sizes quickly would be more.
         seconds: of an operator: thirty years.

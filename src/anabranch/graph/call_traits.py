@@ -95,8 +95,7 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
     """The samples' dimension or None; the values are those for both ``sizes``.
 
     Raises:
-        ValueError: if samples are folded into a dimension, occur in several, or the size depends on
-            the data.
+        ValueError: if samples are folded, occur in several dimensions, or the size depends on data.
     """
     pairs = list(zip(small.shape, large.shape, strict=True))
     if not all(isinstance(n, int) for pair in pairs for n in pair):

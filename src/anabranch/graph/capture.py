@@ -1,7 +1,6 @@
 """Capture of a module that returns its loss as a graph of operators.
 
-Labels and inputs are ordinary inputs of the forward pass, so nothing is special about the end of
-the model::
+Labels and inputs are ordinary inputs of the forward pass; the end of the model is nothing special::
 
     module, example --export--> program with a symbol for the samples
                                   |-- at(4) --> flat program of 4 --+-- group --> OpGraph
@@ -59,8 +58,7 @@ def capture(
 
     Args:
         module: its forward returns the loss; real, or on the meta device for planning only.
-        example: a batch; sizes other than dimension 0 are fixed by it, and so are entries that are
-            not tensors.
+        example: a batch; it fixes other sizes than dimension 0, and entries that are not tensors.
         granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer,
             ``block`` a whole entry of a repeated list.
         training: in training mode, or in evaluation mode.
@@ -69,8 +67,7 @@ def capture(
             ``graph.rewrites``.
 
     Raises:
-        CaptureError: if the module cannot be captured; the message names the user's line, the cause
-            and a remedy.
+        CaptureError: if the module cannot be captured, with the user's line, cause and remedy.
     """
     if granularity not in ("operator", "layer", "block"):
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
@@ -137,8 +134,7 @@ class Captured:
         layout: of a batch.
         programs: of the whole module, for any number of samples.
         metrics: names of the scalars that the module returns besides the loss.
-        value_calls: value of the graph -> position of the call that makes it, -1 for a tensor of
-            the batch.
+        value_calls: value of the graph -> position of its call, -1 for a tensor of the batch.
         batch_dims: value of the graph -> which dimension is the samples, None where there is none.
         unused: trainable parameters that the loss does not depend on.
         totals: loss and metrics -> how that of a batch follows from those of its slices; coupled
@@ -218,8 +214,7 @@ class Captured:
         return self._again(self.layout, training=False) if self.training else self
 
     def like(self, example: Batch) -> Captured:
-        """The same operators for batches with other sizes besides the samples, such as shorter
-        sequences. Made once.
+        """The same operators for batches with other sizes, such as shorter sequences. Made once.
 
         Raises:
             CaptureError: if the module runs other operations for them.

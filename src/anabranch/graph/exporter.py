@@ -132,8 +132,7 @@ class Exporter:
     @remembered
     def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:
         """Arguments and results of each call of a submodule, by its path in the tracer's words, in
-        names of the program's nodes. Submodules with children are left out where the tracer fails
-        on one of them.
+        names of the program's nodes; modules with children are left out where the tracer fails.
         """
         paths = {f"module.{name}": part for name, part in self.module.named_modules() if name}
         leaves = [path for path, part in paths.items() if next(part.children(), None) is None]
@@ -285,8 +284,7 @@ _BEHIND: dict[Any, Any] = {
 
 
 def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProgram:
-    """The same program with tensors in place of the numbers that are returned; ``names`` of what is
-    returned.
+    """The same program with tensors in place of the numbers that it returns under ``names``.
 
     A number such as ``hits.sum().item() / len(y)`` stops what computes it until the value is there,
     and planning has no values. So the arithmetic is done with tensors.

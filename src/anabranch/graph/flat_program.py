@@ -40,13 +40,10 @@ class FlatProgram:
         graph: placeholders, calls in program order, and an output ``(loss, *metrics)``. Each node
             has ``meta["val"]``, a fake tensor whose ``requires_grad`` is true to eager execution,
             and ``meta["storage"]``, which views share.
-        sources: placeholder -> where it comes from. A parameter shared under two names is one
-            placeholder.
+        sources: placeholder -> where it comes from; a parameter with two names has one placeholder.
         constants: tensors that the forward pass created from literals.
-        regions: sub-graphs that cannot be made flat (what autocast casts inside), by the name that
-            a ``get_attr`` node has.
-        statistics: a program whose outputs are statistics of a batch, where this one reads those
-            of the whole batch.
+        regions: sub-graphs that are not flat (autocast casts inside), by ``get_attr`` names.
+        statistics: a program of the statistics of a batch, where this one reads those of the whole.
     """
 
     samples: int

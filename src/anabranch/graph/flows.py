@@ -24,8 +24,7 @@ class Assumption:
     Attributes:
         per_sample: names of operators that work on each sample by itself (``mylib::op``); a scalar
             of theirs is a mean over samples.
-        unknown: scalars of other operators that are not PyTorch's own: a mean or a sum over
-            samples, or coupled.
+        unknown: scalars of other operators, not PyTorch's: a mean or sum over samples, or coupled.
         reordering: calls whose results have folded samples in another order, by ``sample_order``.
     """
 

@@ -67,8 +67,7 @@ def lower(
 
     Args:
         exported: its forward takes the batch leaves and returns a dict, ``loss`` first.
-        names: every name of a parameter or buffer in the exported module -> its first name in the
-            user's.
+        names: every name of a parameter or buffer in the exported module -> the user's first one.
         batch_names: names of the batch leaves.
         find: gives a tensor like a parameter, a buffer or a leaf of the batch.
         device: put all tensors here instead of where they were during the export.

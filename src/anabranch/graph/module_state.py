@@ -63,8 +63,7 @@ def without_keeping(module: nn.Module) -> Iterator[None]:
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Inside, a module is in training or in evaluation mode.
 
-    Submodules keep modes of their own, such as frozen statistics, unless the module as a whole is
-    in the other mode.
+    Submodules keep modes of their own, unless the module as a whole is in the other mode.
     """
     with with_attributes((part, "training", part.training) for part in module.modules()):
         if module.training != training:

@@ -268,8 +268,7 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Bytes of a model's parameters and values, which differ where another model has operators of
-    the same names.
+    """Bytes of parameters and values, which tell models with operators of the same names apart.
 
     Attributes:
         parameter_bytes: bytes of all parameters, tied ones counted once.

@@ -141,8 +141,7 @@ class Programs:
 
     def require_alike(self, samples: int) -> None:
         """Raise CaptureError if the module does something else with a whole batch of so many
-        samples than with slices of it. Where it does not run with so many, only slices are
-        computed.
+        samples than with slices of it. Where it does not run with so many, slices are all there is.
         """
         if samples in self._alike or self.exporter.is_general(samples):
             return

@@ -78,8 +78,7 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
     order; ``exact`` makes gradients bitwise those of one process.
 
     Raises:
-        ValueError: if the stages do not hold every operator exactly once, or a value would flow to
-            an earlier stage.
+        ValueError: unless stages hold every operator exactly once, and values flow to later stages.
     """
     graph = captured.graph
     stage_of: dict[int, int] = {}

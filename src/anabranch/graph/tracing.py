@@ -77,8 +77,7 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     batch to batch. Only where it depends on nothing but sizes (``positions.diff().ne(1).any()`` of
     an ``arange``) is its truth known.
 
-    A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
-    of a symbol.
+    A number that a tensor is asked for (``item``) is compared as a symbol, whose truth is asked.
     """
     tensors: Any = torch.Tensor
     symbols: Any = torch.SymBool

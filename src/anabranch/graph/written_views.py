@@ -1,8 +1,7 @@
 """Writes into memory that has several names, as new values.
 
 A program is analysed and cut by who reads what. A write through a view, ``t[:, 0] = -100``, has no
-reader: who reads ``t`` afterwards does not name it. So the write makes a new value, which is read
-from then on::
+reader: who reads ``t`` afterwards does not name it. So the write makes a value that is read then::
 
     v = select(t, 1, 0)                       v = select(t, 1, 0)
     fill_(v, -100)                            f = full_like(v, -100)

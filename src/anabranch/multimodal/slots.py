@@ -32,8 +32,7 @@ class Inputs:
 
     Attributes:
         tensors: name -> one entry per image.
-        rows: per image, the rows of its slot that its tokens take, in order; -1 for the last row of
-            a sample.
+        rows: per image, the rows of its slot that its tokens take in order; -1: last of a sample.
         slot_rows: rows of a slot's features.
         per_sample: images of each sample, where the batch tells.
     """
@@ -118,8 +117,7 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
 
 
 def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extra: int) -> Tensor:
-    """Per token, the row of its feature among those of the samples that share slots; 0 for other
-    tokens.
+    """Per token, the row of its feature among those of samples that share slots; 0 for others.
 
     Args:
         extra: rows of a sample after those of its slots, the last of which -1 stands for.

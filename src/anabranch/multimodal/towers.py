@@ -1,5 +1,4 @@
-"""Families of models whose images go through a tower one by one: LLaVA, PaliGemma, InternVL,
-Idefics3, Gemma3.
+"""Families whose images go through a tower singly: LLaVA, PaliGemma, InternVL, Idefics3, Gemma3.
 
 A sample has as many slots for images as the batch asks for; slots without an image hold zeros. No
 token reads their features, so they change nothing but the time.

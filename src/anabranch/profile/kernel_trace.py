@@ -1,14 +1,12 @@
 """Kernels of a model on a GPU at two sample counts, from which a data sheet makes a profile.
 
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
-give every other, and the data sheet turns sizes into seconds (``data_sheets``). ``estimate`` makes
-the traces.
+give every other, and the data sheet turns sizes into seconds. ``estimate`` makes the traces.
 
 Of the kernels of a backward, gradients of weights are by how their sizes grow: a matrix product
 over the samples, m x n numbers whatever these are and k with them, as the second product of a
 convolution; a sum over the samples, which leaves something that does not grow; what is added to a
-gradient that is there; and the gradient of a table. All others belong to gradients of inputs, of an
-operator that sends any.
+gradient that is there; and the gradient of a table. Others are of inputs, if an operator sends any.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Page of a plan and its timelines: one HTML file that loads nothing else.
 
 The script draws timelines and memory on canvases, with zoom, lanes that open to replicas and links
-between stage graph, lanes and table. Without it there is a picture of the timelines, unless it is
-large.
+between stage graph, lanes and table. Without it there is a picture of timelines, unless large.
 """
 
 from __future__ import annotations

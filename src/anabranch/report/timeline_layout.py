@@ -21,8 +21,7 @@ class TimelineStyle:
 
     Attributes:
         label_size, small_label_size: type sizes of labels, in pixels.
-        mark_height: height of the marks below a row, in pixels; they replace arrows where these
-            would be too many.
+        mark_height: height of marks below a row, in pixels, in place of too many arrows.
         most_arrows: messages drawn as arrows at most.
         most_arrow_rows: rows of a picture with arrows at most.
     """

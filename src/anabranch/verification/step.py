@@ -9,8 +9,7 @@ module, not the captured one, over the same slices in the same order::
 
 In exact mode the first two are bitwise equal where stages have one micro-batch size and no
 replicas, otherwise they differ by rounding. The third says whether micro-batches change what is
-trained: only batch normalisation may. The module is called twice, because a program says the same
-each time.
+trained: only batch normalisation may. The module is called twice: a program never changes.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def verify(
         batch: samples to run on; by default as many as the plan's batch, from the workload's data
             or else its example; with buckets every example, of which the worst is returned.
         captured: the captured module, where the caller has it.
-        exact: run in exact mode where the plan allows it: one replica per stage, one micro-batch
-            size.
+        exact: run in exact mode where stages have no replicas and one micro-batch size.
         timeout: seconds for each of the two runs.
         device: where both run; see ``Pipeline``.
         dropout: see ``ComputeOptions``; ``sample`` compares a model that draws random numbers with
