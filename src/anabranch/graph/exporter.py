@@ -56,7 +56,7 @@ class Exporter:
         outputs: names of the loss and the metrics, once there is a program.
         rewrites: of every program; with their sites, once there is one.
         refusals: for each rewrite, why other sites were left as they are.
-        apart: numbers of samples that the module was exported for by themselves.
+        fixed: programs of numbers of samples that the module was exported for by themselves.
         reads: attributes that its forward reads in Python.
     """
 
@@ -86,9 +86,8 @@ class Exporter:
             **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
             **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
         }
-        self._fixed: dict[int, torch.export.ExportedProgram] = {}
+        self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self._dynamic: torch.export.ExportedProgram | None = None
-        self.apart: set[int] = set()
 
     @rare_collection()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
@@ -103,10 +102,9 @@ class Exporter:
             if self._dynamic is not None:
                 with suppress(RefusedError):
                     return self._lowered(self._dynamic, samples, device)
-            self.apart.add(samples)
-            if samples not in self._fixed:
-                self._fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
-            return self._lowered(self._fixed[samples], samples, device)
+            if samples not in self.fixed:
+                self.fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
+            return self._lowered(self.fixed[samples], samples, device)
 
     def _export(self) -> None:
         """Export the module, if possible for any number of samples."""
@@ -117,8 +115,8 @@ class Exporter:
                 raise  # what is wrong does not depend on how the module is exported
         if self._dynamic is None or _is_fixed(self._dynamic):
             self._dynamic = None
-            self._fixed[self.samples] = self._run(self.samples, dynamic=False)
-        chosen = self._dynamic or self._fixed[self.samples]
+            self.fixed[self.samples] = self._run(self.samples, dynamic=False)
+        chosen = self._dynamic or self.fixed[self.samples]
         self.outputs = tuple(chosen.call_spec.out_spec.context)
 
     def _run(

@@ -30,6 +30,7 @@ from anabranch.graph.module_state import device_of
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
+from anabranch.remembered import remembered
 
 
 def jump(
@@ -98,7 +99,6 @@ class Programs:
         self.signature = signature
         self.exporter = exporter
         self._whole_batch = whole_batch
-        self._alike: set[int] = set()
         self._made = {(program.samples, exporter.device): program for program in made}
 
     @property
@@ -139,13 +139,13 @@ class Programs:
             self._made[samples, place] = unfold(program, self.folded)
         return self._made[samples, place]
 
+    @remembered
     def require_alike(self, samples: int) -> None:
         """Raise CaptureError if the module does something else with a whole batch of so many
         samples than with slices of it. Where it does not run with so many, slices are all there is.
         """
-        if samples in self._alike or self.exporter.is_general(samples):
+        if self.exporter.is_general(samples):
             return
-        self._alike.add(samples)
         try:
             program = self.exporter.program(samples, self.exporter.device)
         except CaptureError:
@@ -156,7 +156,7 @@ class Programs:
         """Raise CaptureError if a program has other calls than the example's, or other numbers."""
         here, there = _counted(self.samples), _counted(program.samples)
         require_same_calls(self.module, self.signature, program, known=here, unknown=there)
-        if not self.exporter.apart:
+        if not self.exporter.fixed:
             return
         first, twice = (
             self.exporter.program(count * self.samples, self.exporter.device) for count in (1, 2)

@@ -206,17 +206,6 @@ def _operator() -> Any:
         _require_multiple(index.shape[0], share)
         return features.new_empty(*index.shape, features.shape[-1])
 
-    @torch.library.custom_op("anabranch::put_rows", mutates_args=())
-    def put(gradient: Tensor, index: Tensor, rows: int, share: int) -> Tensor:
-        width = gradient.shape[-1]
-        result = gradient.new_zeros(index.shape[0], rows, width)
-        grouped, at = _grouped(result, index, share)
-        return grouped.scatter_add(1, at, gradient.reshape(at.shape)).reshape(result.shape)
-
-    @put.register_fake
-    def _(gradient: Tensor, index: Tensor, rows: int, share: int) -> Tensor:
-        return gradient.new_empty(index.shape[0], rows, gradient.shape[-1])
-
     def keep(ctx: Any, inputs: Any, output: Tensor) -> None:
         features, index, ctx.share = inputs
         ctx.rows = features.shape[1]
@@ -224,7 +213,10 @@ def _operator() -> Any:
 
     def back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return put(gradient, index, ctx.rows, ctx.share), None, None
+        result = gradient.new_zeros(index.shape[0], ctx.rows, gradient.shape[-1])
+        grouped, at = _grouped(result, index, ctx.share)
+        added = grouped.scatter_add(1, at, gradient.reshape(at.shape))
+        return added.reshape(result.shape), None, None
 
     take.register_autograd(back, setup_context=keep)
     return take
