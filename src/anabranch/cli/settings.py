@@ -292,13 +292,8 @@ class PlanningSettings:
     @property
     def search(self) -> dict[str, Any]:
         """Arguments of every search."""
-        return {
-            "microbatch_size": self.microbatch_size,
-            "schedule": self.schedule,
-            "max_replicas": self.max_replicas,
-            "shard_optimizer": self.shard_optimizer,
-            "sparse_embeddings": self.sparse_embeddings,
-        }
+        names = "microbatch_size schedule max_replicas shard_optimizer sparse_embeddings"
+        return {name: getattr(self, name) for name in names.split()}
 
 
 @dataclass(frozen=True)

@@ -307,8 +307,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str) -> Profile:
     costs: dict[int, OpCost] = {}
     weights = {parameter.name for parameter in captured.graph.parameters if parameter.trainable}
     for alike in groups.values():
-        ways = zip(*(bench.cost(alike) for bench in benches), strict=True)
-        forward, backward, waiting = ways
+        forward, backward, waiting = zip(*(bench.cost(alike) for bench in benches), strict=True)
         if weights.isdisjoint(captured.graph.ops[alike[0]].parameters):
             waiting = (0.0,) * len(benches)
         elif not captured.graph.gradient_targets[alike[0]]:
