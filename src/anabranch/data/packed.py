@@ -80,8 +80,7 @@ class Rows:
     """Packing of a user's own module.
 
     Attributes:
-        rows: (name of a tensor, its rows per sample in dimension 0, name of a tensor of the batch
-            that says so for each sample, or nothing).
+        rows: (name of a tensor, its rows per sample in dimension 0, tensor of their numbers or "").
         samples_in: (name of a tensor, the dimension of the samples).
     """
 

@@ -15,8 +15,7 @@ them stay plain dataclasses. Units are in the keys; operators go by name, so peo
       ]
     }
 
-One module for each kind of file; ``jsonfile`` has what all three need. A key that came later has a
-default, so older files stay readable.
+One module for each kind of file; ``jsonfile`` has what all need. Later keys have defaults.
 """
 
 from __future__ import annotations

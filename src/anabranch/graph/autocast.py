@@ -29,8 +29,7 @@ class AutocastRegion:
 
     Attributes:
         device_type, dtype: its arguments.
-        cast_parameters: the call that casts a parameter to a type, by both: autocast casts it once
-            for all operations that read it.
+        cast_parameters: (parameter, type) -> the call that casts it, once for all operations.
     """
 
     device_type: str

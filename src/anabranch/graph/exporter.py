@@ -1,7 +1,6 @@
 """Exported programs of one module, lowered to flat programs for any number of samples.
 
-One export with a symbol for the number of samples serves them all. A module that refuses the symbol
-is exported again for each number.
+One export with a symbol for the samples serves all numbers; a module that refuses it has one each.
 """
 
 from __future__ import annotations

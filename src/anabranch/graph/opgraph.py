@@ -112,8 +112,7 @@ class OpGraph:
     work on each element alone, so that none may cut a parameter.
 
     Raises:
-        ValueError: if a name occurs twice, a value runs against the order, or an operator names a
-            parameter that is not listed.
+        ValueError: if a name occurs twice, a value runs against the order, a parameter is unknown.
     """
 
     ops: tuple[Op, ...]

@@ -8,8 +8,7 @@ reader: who reads ``t`` afterwards does not name it. So the write makes a value 
     loss(t)                        ->         u = select_scatter(t, f, 1, 0)
                                               loss(u)
 
-Parameters, buffers and tensors of the batch stay what is written to, and so does what is written
-under ``no_grad`` or at random.
+Parameters, buffers, batches, and writes under ``no_grad`` or at random stay as they are.
 """
 
 from __future__ import annotations

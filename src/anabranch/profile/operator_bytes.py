@@ -35,8 +35,7 @@ class BytesObserver:
 
     Attributes:
         kept: bytes per operator that are kept between its forward and its backward.
-        see: has to be shown every tensor that operations make. Gradients of parameters are among
-            them, but do not grow with the samples.
+        see: has to be shown every tensor that operations make, gradients of parameters included.
     """
 
     def __init__(

@@ -98,8 +98,7 @@ def verify(
 
     Raises:
         CaptureError, InvalidPlanError: if a side cannot run.
-        TrainingError: likewise; or if the module says something else at its second call, or the
-            batch makes neither a loss nor a gradient.
+        TrainingError: likewise; if the module changes between calls, or has no loss and gradient.
     """
     if isinstance(plan, int):
         captured = captured or capture_workload(workload)
