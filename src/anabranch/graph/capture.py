@@ -304,6 +304,8 @@ def _captured(
     couplings = _couplings(coupling, program, grouping)
     graph, calls, dims = build(module, traits, grouping, training)
     coupled = {c.operator for c in couplings}
+    owners = zip(program.calls, grouping.owners, strict=True)
+    whole = {call for call, op in owners if op != FREE and grouping.names[op] in coupled}
     graph = replace(
         graph,
         ops=tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops),
@@ -312,7 +314,7 @@ def _captured(
         rewrites=tuple(map(str, exporter.rewrites)),
         rewritable=applicable(program),
         normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
-        stateful=_stateful(program, grouping, coupled) if training else (),
+        stateful=changed_state(program, whole) if training else (),
     )
     return Captured(
         slices={} if first is None else first.slices,
@@ -369,15 +371,6 @@ def _couplings(
         for node in calls
         if owner_of.get(node, FREE) != FREE
     )
-
-
-def _stateful(
-    program: FlatProgram, grouping: Grouping, coupled: Collection[str]
-) -> tuple[str, ...]:
-    """Buffers and frozen parameters that change once per micro-batch."""
-    pairs = zip(program.calls, grouping.owners, strict=True)
-    whole = {call for call, owner in pairs if owner != FREE and grouping.names[owner] in coupled}
-    return changed_state(program, whole)
 
 
 def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:

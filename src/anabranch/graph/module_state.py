@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _NOTHING = object()
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -93,10 +94,17 @@ def in_one_process() -> AbstractContextManager[None]:
 
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy on the meta device, which takes no memory for parameters and buffers."""
-    memo: dict[int, torch.Tensor] = {}
+    return copied(module, torch.device("meta"), {})
+
+
+def copied(
+    module: _Module, device: torch.device, twins: dict[torch.Tensor, torch.Tensor]
+) -> _Module:
+    """A copy on a device; ``twins`` has tensors that are copied already, and gets the others."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
-        bare = tensor.detach().to("meta")
-        if isinstance(tensor, nn.Parameter):
-            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = bare
-    return copy.deepcopy(module, memo)
+        if tensor not in twins:
+            twin = tensor.detach().to(device, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            twins[tensor] = twin
+    return copy.deepcopy(module, {id(tensor): twin for tensor, twin in twins.items()})

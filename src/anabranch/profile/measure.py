@@ -21,7 +21,6 @@ between them nothing happens.
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 import time
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_map
 from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
-from anabranch.graph.module_state import with_attributes
+from anabranch.graph.module_state import copied, with_attributes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
@@ -337,24 +336,15 @@ class _Copies:
         """The program on the device."""
         if not self._needed:
             return module
-        tensors = module.state_dict(keep_vars=True).values()
-        copied = copy.deepcopy(module, {id(tensor): self._twin(tensor) for tensor in tensors})
-        for node in copied.graph.nodes:
+        program = copied(module, self.device, self._twins)
+        for node in program.graph.nodes:
             # Tensors that the program constructs name their device: arange(..., device="cpu").
             node.args, node.kwargs = tree_map(
                 lambda a: self.device if isinstance(a, torch.device) else a,
                 (node.args, node.kwargs),
             )
-        copied.recompile()
-        return copied
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._twins:
-            twin = tensor.detach().to(self.device, copy=True)
-            if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            self._twins[tensor] = twin
-        return self._twins[tensor]
+        program.recompile()
+        return program
 
 
 @contextmanager
