@@ -341,14 +341,6 @@ class FlushSettings:
         """The policy of that name, with the user's options."""
         return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
 
-    def other_policy(self, plan: "Plan", *, is_file: bool) -> "WeightPolicy | str | None":
-        """The policy of a run, where that is not just the plan's.
-
-        A plan of the search has the policy already, also where the search was to choose one.
-        """
-        name = self.policy if is_file else None
-        return self.with_options(name or plan.policy) if self.policy_option else name
-
 
 FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow")
 """Kinds of logs, by what stands behind the colon."""

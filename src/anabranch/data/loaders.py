@@ -231,7 +231,12 @@ class Loader:
                     batch = _fetched(dataset.select_columns(sorted(names)), samples, collate)
             if by_column and types is not None:
                 read = set(batch)
-                batch = _filled(batch, len(samples), types)
+                batch = {  # with zeros for what was not read, in the order of the example
+                    name: batch[name]
+                    if name in read
+                    else torch.zeros((), dtype=dtype).expand(len(samples), *shape)
+                    for name, (shape, dtype) in types.items()
+                }
                 digest = hashlib.blake2b(repr(list(samples)).encode(), digest_size=16).digest()
                 for name, tensor in batch.items():
                     _SAMPLES[tensor] = digest, name in read
@@ -307,14 +312,6 @@ def _fetched(dataset: Any, samples: Sequence[int], collate: Callable[[Any], Any]
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(list(samples)))
     return collate([dataset[sample] for sample in samples])
-
-
-def _filled(batch: Mapping[str, Tensor], samples: int, types: TensorTypes) -> dict[str, Tensor]:
-    """A batch with zeros for what was not read, in the order of the example."""
-    return {
-        name: batch[name] if name in batch else torch.zeros((), dtype=dtype).expand(samples, *shape)
-        for name, (shape, dtype) in types.items()
-    }
 
 
 def _has_transform(dataset: Any) -> bool:

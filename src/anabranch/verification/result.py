@@ -64,11 +64,6 @@ class VerifyResult:
     foreign: tuple[str, ...] = ()
 
     @property
-    def by_sample(self) -> bool:
-        """True if random numbers were drawn by sample, the same in the pipeline and one process."""
-        return self.against == CAPTURED
-
-    @property
     def is_good(self) -> bool:
         """True if all differences are rounding."""
         errors = self.max_gradient_error, self.whole_batch_error or 0.0

@@ -273,7 +273,12 @@ def _plan(
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
     if changed != job.plan and not is_async:
         job.plan = on_first(partial(job.predicted, changed))
-    policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
+    policy: WeightPolicy | str | None = None
+    if is_async:
+        # A plan of the search has the policy already, also where the search was to choose one.
+        policy = flush.policy if is_file else None
+        if flush.policy_option:
+            policy = flush.with_options(policy or job.plan.policy)
     shown = executed_plan(
         job.plan,
         job.workload,
