@@ -63,12 +63,6 @@ class FlatProgram:
         """The loss, then the metrics."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    @property
-    def leaves(self) -> frozenset[str]:
-        """Names of the batch's tensors that the program reads."""
-        sources = self.sources.values()
-        return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
-
     def run(
         self,
         find: Callable[[PlaceholderSource], torch.Tensor],

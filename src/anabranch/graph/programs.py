@@ -188,7 +188,8 @@ class Programs:
         if own == names or program is None:
             return own
         # Statistics of no tensor are those of the number of samples.
-        return own | program.leaves or frozenset(self.exporter.layout.names[:1])
+        read = {s.name for s in program.sources.values() if s.kind == BATCH_LEAF}
+        return own | read or frozenset(self.exporter.layout.names[:1])
 
     def with_statistics(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None

@@ -64,14 +64,6 @@ class KernelTrace:
     kept: tuple[int, ...]
     working: tuple[int, ...]
 
-    def is_like(self, other: KernelTrace) -> bool:
-        """True if only the sizes differ."""
-
-        def kinds(trace: KernelTrace) -> list[object]:
-            return [(k.name, k.dtype, len(k.products), k.launches) for k in trace.kernels]
-
-        return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
-
     @property
     def nbytes(self) -> Floats:
         """Bytes per kernel."""
@@ -136,7 +128,11 @@ class TracedModel:
     @property
     def is_affine(self) -> bool:
         """True if the same kernels run for both sample counts, from which any other follows."""
-        return self.few.is_like(self.many)
+        few, many = (
+            (t.ops, t.passes, [(k.name, k.dtype, len(k.products), k.launches) for k in t.kernels])
+            for t in (self.few, self.many)
+        )
+        return few == many
 
     @cached_property
     def waiting(self) -> Waiting:

@@ -9,16 +9,7 @@ from anabranch.plans.plan import ranges, span
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Kind
 
-KINDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "input gradient",
-    Kind.WEIGHT_GRADIENT: "weight gradient",
-    Kind.SEND_FORWARD: "send forward",
-    Kind.RECEIVE_FORWARD: "receive forward",
-    Kind.SEND_BACKWARD: "send backward",
-    Kind.RECEIVE_BACKWARD: "receive backward",
-}
+KINDS = {kind: kind.name.lower().replace("_", " ") for kind in Kind}
 
 
 def shared_prefix(names: Sequence[str]) -> str:

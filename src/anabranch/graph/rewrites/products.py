@@ -12,6 +12,7 @@ from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
+from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
 from anabranch.graph.slices import slice_named
@@ -19,13 +20,10 @@ from anabranch.graph.slices import slice_named
 aten = torch.ops.aten
 
 _ARGUMENTS = {
-    "linear": ("input", "weight", 1),
+    **dict.fromkeys(words("linear conv1d conv2d conv3d"), ("input", "weight", 1)),
     "matmul": ("self", "other", 0),
     "mm": ("self", "mat2", 0),
     "addmm": ("mat1", "mat2", 0),
-    "conv1d": ("input", "weight", 1),
-    "conv2d": ("input", "weight", 1),
-    "conv3d": ("input", "weight", 1),
 }
 """Product -> names of its features and its weight, and the dimension of the weight that is summed
 over.
