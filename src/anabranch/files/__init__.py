@@ -20,24 +20,13 @@ One module for each kind of file; ``jsonfile`` has what all need. Later keys hav
 
 from __future__ import annotations
 
-from anabranch.files.clusters import CLUSTER, cluster_to_dict, load_cluster, save_cluster
-from anabranch.files.jsonfile import LIMITS
-from anabranch.files.plans import PLAN, load_plan, plan_from_dict, plan_to_dict, save_plan
-from anabranch.files.profiles import PROFILE, load_profile, profile_to_dict, save_profile
-
-__all__ = [
-    "CLUSTER",
-    "LIMITS",
-    "PLAN",
-    "PROFILE",
-    "cluster_to_dict",
-    "load_cluster",
-    "load_plan",
-    "load_profile",
-    "plan_from_dict",
-    "plan_to_dict",
-    "profile_to_dict",
-    "save_cluster",
-    "save_plan",
-    "save_profile",
-]
+from anabranch.files.clusters import cluster_to_dict as cluster_to_dict
+from anabranch.files.clusters import load_cluster as load_cluster
+from anabranch.files.clusters import save_cluster as save_cluster
+from anabranch.files.plans import load_plan as load_plan
+from anabranch.files.plans import plan_from_dict as plan_from_dict
+from anabranch.files.plans import plan_to_dict as plan_to_dict
+from anabranch.files.plans import save_plan as save_plan
+from anabranch.files.profiles import load_profile as load_profile
+from anabranch.files.profiles import profile_to_dict as profile_to_dict
+from anabranch.files.profiles import save_profile as save_profile
