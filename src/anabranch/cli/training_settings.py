@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from anabranch.cli import settings
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
-from anabranch.cli.settings import (
-    LocalPlanSettings,
-    MaxReplicas,
-    OtherPolicy,
-    ScheduleName,
-    TrainedModelSettings,
-)
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Mode
@@ -43,7 +37,7 @@ _computing = partial(typer.Option, rich_help_panel="Computing")
 
 
 @dataclass(frozen=True)
-class RunSettings(TrainedModelSettings):
+class RunSettings(settings.TrainedModelSettings):
     """MODEL, or a run file, which has it and all options and keys."""
 
     model: Annotated[
@@ -69,12 +63,12 @@ class RunSettings(TrainedModelSettings):
 
 
 @dataclass(frozen=True)
-class TrainedPlanSettings(LocalPlanSettings):
+class TrainedPlanSettings(settings.LocalPlanSettings):
     """The plan of a run: a file, or what is needed to make one."""
 
     microbatch_size: Annotated[int | None, in_file(min=1)] = None
-    schedule: Annotated[ScheduleName, in_file()] = "auto"
-    max_replicas: MaxReplicas = None
+    schedule: Annotated[settings.ScheduleName, in_file()] = "auto"
+    max_replicas: settings.MaxReplicas = None
 
 
 @dataclass(frozen=True)
@@ -328,7 +322,7 @@ class FlushSettings:
             "stage updates after its own backward [default: the plan's, or sync]."
         ),
     ] = None
-    policy: OtherPolicy = None
+    policy: settings.OtherPolicy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None

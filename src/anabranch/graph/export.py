@@ -30,15 +30,9 @@ from torch.utils import checkpoint
 
 from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
+from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.module_state import with_attributes, without_keeping
-from anabranch.graph.tracing import (
-    TORCH,
-    NoGradUnderAutocast,
-    data_as_detached,
-    library_rules,
-    without_raising_guards,
-)
 
 _SYMBOLS = "fx.experimental.symbolic_shapes"
 
@@ -179,9 +173,9 @@ def export(
                 else:
                     stack.enter_context(_watched(checkpoints))
                     stack.enter_context(reads.recording())
-                    stack.enter_context(without_raising_guards(checks))
-                    stack.enter_context(library_rules())
-                    stack.enter_context(NoGradUnderAutocast())
+                    stack.enter_context(tracing.without_raising_guards(checks))
+                    stack.enter_context(tracing.library_rules())
+                    stack.enter_context(tracing.NoGradUnderAutocast())
                 exported = torch.export.export(
                     module,
                     tuple(leaves),
@@ -302,7 +296,7 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
         "(register_buffer) and change that in place (copy_)"
     )
-    with with_attributes(patches), data_as_detached(assign):
+    with with_attributes(patches), tracing.data_as_detached(assign):
         yield
 
 
@@ -321,7 +315,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     for frame in stack:
         name = os.path.abspath(frame.filename)
         library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((TORCH, _OURS)) or frame.filename.startswith("<"):
+        if library or name.startswith((tracing.TORCH, _OURS)) or frame.filename.startswith("<"):
             continue
         place = f"{frame.filename}:{frame.lineno}"
         if frame.line:

@@ -21,21 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from anabranch.graph import operations
 from anabranch.graph.call_traits import arguments, base_name, dims_along, is_integer, keyed, tensor
 from anabranch.graph.flat_program import CallKey, FlatProgram
-from anabranch.graph.operations import (
-    ALONG,
-    CONVOLUTIONS,
-    KEEPS_ORDER,
-    LOOKUPS,
-    RANDOM,
-    RECURRENT,
-    SCATTERS,
-    words,
-)
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
-_REORDER = words(
+_REORDER = operations.words(
     """
     cat stack concat index_select gather flip roll repeat sort argsort topk index_copy index_add
     index_reduce scatter scatter_add scatter_reduce masked_scatter
@@ -94,7 +85,7 @@ def is_order_known(node: fx.Node) -> bool:
     name = base_name(node).rstrip("_")
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in (*_VIEWS, *_REORDER):
         return True
-    return name in KEEPS_ORDER or any(word in name for word in RANDOM)
+    return name in operations.KEEPS_ORDER or any(word in name for word in operations.RANDOM)
 
 
 def _axis(
@@ -154,7 +145,7 @@ def _kept(
             inner_sizes.add(axis.inner if axis.dim == dim or not joined else 0)
     if size == samples:
         return SampleAxis(dim)
-    if not (has_samples or any(word in base_name(node) for word in RANDOM)):
+    if not (has_samples or any(word in base_name(node) for word in operations.RANDOM)):
         return SampleAxis(dim, trouble=MADE)
     if (_reorders(node, dim, rank, axes) and not joined) or len(inner_sizes) != 1:
         return SampleAxis(dim, trouble=UNORDERED)
@@ -167,7 +158,7 @@ def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis
     if name in ("index", "index_put"):
         indices = [index for index in arguments(node)["indices"] if index in axes]
         return any(axes[index].dim >= 0 and not is_in_order(index) for index in indices)
-    if name in LOOKUPS:
+    if name in operations.LOOKUPS:
         return axes.get(arguments(node)["weight"], SampleAxis(-1)).dim >= 0
     if name in ("pad", "constant_pad_nd"):
         return any(arguments(node)["pad"][2 * (rank - 1 - dim) :][:2])
@@ -225,12 +216,15 @@ def is_across(
         place, is_sample = axes[index], value.shape[dim] == samples
         is_known = index in known and place.dim >= 0 and not place.trouble
         return axis.trouble == RAGGED or (is_known and is_sample)
-    if name in ALONG | SCATTERS:
+    if name in operations.ALONG | operations.SCATTERS:
         return dim in dims_along(node, rank)
     if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
         return dim >= rank - len(options["normalized_shape"])
-    if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
+    if (
+        name in ("group_norm", "native_group_norm", "instance_norm")
+        or name in operations.CONVOLUTIONS
+    ):
         return dim > 0
-    if name in RECURRENT:
+    if name in operations.RECURRENT:
         return dim == bool(options.get("batch_first", True))
     return ("scaled_dot_product" in name or name in ("tril", "triu")) and dim >= rank - 2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli import settings
 from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
     STALENESS_WORDS,
@@ -27,15 +28,6 @@ from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import announce, begin_compiling
 from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
-from anabranch.cli.settings import (
-    AsJson,
-    EstimatedModelSettings,
-    PlannerName,
-    PlanningSettings,
-    Policy,
-    Rewrites,
-    Shape,
-)
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
@@ -49,9 +41,9 @@ if TYPE_CHECKING:
 
 @spread
 def plan(
-    model: EstimatedModelSettings,
-    planning: PlanningSettings,
-    planner: Annotated[PlannerName, typer.Option(help="How to search.")] = "auto",
+    model: settings.EstimatedModelSettings,
+    planning: settings.PlanningSettings,
+    planner: Annotated[settings.PlannerName, typer.Option(help="How to search.")] = "auto",
     planner_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,9 +51,9 @@ def plan(
             help="An option of the planner, like seed=1; repeatable. A wrong name lists all.",
         ),
     ] = None,
-    shape: Shape = None,
-    rewrite: Rewrites = "auto",
-    policy: Policy = None,
+    shape: settings.Shape = None,
+    rewrite: settings.Rewrites = "auto",
+    policy: settings.Policy = None,
     start: Annotated[
         Path | None, typer.Option("--from", help="A plan file to improve, also one made by hand.")
     ] = None,
@@ -72,7 +64,7 @@ def plan(
             "simulation as compare does. The plan of --from is one of them."
         ),
     ] = True,
-    as_json: AsJson = False,
+    as_json: settings.AsJson = False,
 ) -> None:
     """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
 
