@@ -19,16 +19,10 @@ from torch.fx.experimental import _config
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
-from anabranch.profile import kernel_trace
+from anabranch.profile import kernel_trace, operator_runner
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kernels import MetaRun, Recorder, cannot_estimate
 from anabranch.profile.operator_bytes import BytesObserver
-from anabranch.profile.operator_runner import (
-    example_batch,
-    operator_programs,
-    run_operators,
-    workable_counts,
-)
 from anabranch.profile.profile import Profile
 
 
@@ -55,7 +49,7 @@ def estimate(
     """
     counts = kernel_trace.checked_counts(device, samples, precision)
     if counts[0] < kernel_trace.FEW:
-        counts = workable_counts(captured, counts, torch.device("meta"))
+        counts = operator_runner.workable_counts(captured, counts, torch.device("meta"))
     traced = trace(captured)
     if traced.is_affine:
         return traced.profile(device, counts, precision)
@@ -74,8 +68,8 @@ def trace(captured: Captured) -> kernel_trace.TracedModel:
 def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
     """The kernels that a step with that many samples launches."""
     meta = torch.device("meta")
-    program = operator_programs(captured, samples, meta)
-    batch = example_batch(captured, samples, meta)
+    program = operator_runner.operator_programs(captured, samples, meta)
+    batch = operator_runner.example_batch(captured, samples, meta)
     tables = {p.name for p in captured.graph.parameters if p.table is not None and p.table.sparse}
     tensors = _meta_tensors(program, tables)
     at_hand = [t for named in tensors for t in named.values()]
@@ -101,7 +95,7 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
     # Where a mask chooses entries, all of them: the most that a batch can need.
     settings: Any = _config
     with settings.patch(meta_nonzero_assume_all_nonzero=True):
-        run_operators(program, batch, call, nbytes)
+        operator_runner.run_operators(program, batch, call, nbytes)
     return kernel_trace.KernelTrace(
         tuple(kernel for _, _, kernel in seen),
         tuple(which for which, _, _ in seen),
