@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli import output, settings
+from anabranch.cli import comparison, output, settings
 from anabranch.cli.clusters import cluster_to_plan_for
-from anabranch.cli.comparison import (
-    Contender,
-    comparison,
-    interrupted,
-    plan_or_error,
-    remarks,
-    staleness_document,
-    taken,
-    why_none,
-)
 from anabranch.cli.pages import write_comparison
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
@@ -128,14 +118,16 @@ def compare(
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options
         )
-        contenders = [Contender(name, policy) for name in planners for policy in policies]
+        contenders = [
+            comparison.Contender(name, policy) for name in planners for policy in policies
+        ]
     else:
         results = usage(solve.compare, *where, planners, **options)
-        contenders = [Contender(name) for name in planners]
+        contenders = [comparison.Contender(name) for name in planners]
     plans = _search(contenders, results)
 
-    error = why_none(plans)
-    best = None if error is not None else taken(plans, costs, cluster, optimizer)
+    error = comparison.why_none(plans)
+    best = None if error is not None else comparison.taken(plans, costs, cluster, optimizer)
     document = {
         "model": model.model,
         "cluster": planning.cluster,
@@ -144,8 +136,8 @@ def compare(
         **source.facts,
         "plans": [
             ({"policy": contender.policy} if is_async else {})
-            | plan_or_error(contender.planner, plan)
-            | staleness_document(plan, optimizer)
+            | comparison.plan_or_error(contender.planner, plan)
+            | comparison.staleness_document(plan, optimizer)
             for contender, plan in plans.items()
         ],
     }
@@ -164,8 +156,13 @@ def compare(
     else:
         batches = "mini-batches of" if is_async else "batch"
         title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
-        output.print_table(f"{title} {planning.batch_size}", *comparison(plans, optimizer))
-        for line in (*(best.lines() if best is not None else ()), *remarks(plans, costs.origin)):
+        output.print_table(
+            f"{title} {planning.batch_size}", *comparison.side_by_side(plans, optimizer)
+        )
+        for line in (
+            *(best.lines() if best is not None else ()),
+            *comparison.remarks(plans, costs.origin),
+        ):
             output.say(line)
         can_rewrite = rewrite is None and not (is_async or source.is_file)
         can_rewrite &= not costs.graph.whole_parameters
@@ -184,16 +181,16 @@ def compare(
 
 
 def _search(
-    contenders: list[Contender], results: Iterator[tuple[Any, ...]]
-) -> dict[Contender, Plan | AnabranchError]:
+    contenders: list[comparison.Contender], results: Iterator[tuple[Any, ...]]
+) -> dict[comparison.Contender, Plan | AnabranchError]:
     """The plan of every contender, until a second interrupt, or one between two searches."""
-    plans: dict[Contender, Plan | AnabranchError] = {}
+    plans: dict[comparison.Contender, Plan | AnabranchError] = {}
     ended = 0
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
             progress(i, len(contenders), f"planner {contender.name}; Ctrl-C ends its search")
             plans[contender] = usage(next, results)[-1]
-            if interrupted(plans[contender]):
+            if comparison.interrupted(plans[contender]):
                 ended += 1
                 if ended == 2:
                     output.note(f"{contender.name} interrupted, and the comparison with it")
