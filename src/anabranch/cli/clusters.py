@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,9 +13,7 @@ from anabranch.cli.parsing import usage
 from anabranch.cluster import Cluster
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import OpGraph
-
-if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan
 
 
 def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:

@@ -21,13 +21,12 @@ from anabranch.cli.spread import options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
-from anabranch.plans.plan import Mode
+from anabranch.plans.plan import Mode, Plan
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import OPTIMIZERS, POLICIES
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.plans.plan import Plan
 
     PlannerName = str
     ScheduleName = str

@@ -19,14 +19,12 @@ from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity
-from anabranch.plans.plan import Mode
-from anabranch.weights import policy_named
+from anabranch.plans.plan import Mode, Plan
+from anabranch.weights import WeightPolicy, policy_named
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.training import Callback, SaveEvery
-    from anabranch.weights import WeightPolicy
 
 SPARE_COPIES = 10
 """Steps between two copies in memory, unless the user says otherwise: more of them cost more, fewer

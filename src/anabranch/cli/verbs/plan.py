@@ -31,10 +31,9 @@ from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
-from anabranch.plans.plan import BASELINE_NAMES, gain_text, is_as_fast, time_text
+from anabranch.plans.plan import BASELINE_NAMES, Plan, gain_text, is_as_fast, time_text
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.weights import OptimizerFacts
 
