@@ -34,8 +34,6 @@ from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.module_state import with_attributes, without_keeping
 
-_SYMBOLS = "fx.experimental.symbolic_shapes"
-
 
 class ReturnsLoss(nn.Module):
     """The user's module with flat inputs and ``{"loss": scalar, **scalar metrics}`` as output.
@@ -211,7 +209,7 @@ class CaptureWarning(UserWarning):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what PyTorch logs and warns of a trace; what is printed is shown on success."""
-    parts = ("export", "_export", "fx", "_dynamo", "_subclasses", _SYMBOLS)
+    parts = ("export", "_export", "fx", "_dynamo", "_subclasses", "fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(f"torch.{part}") for part in parts]
     before = [logger.level for logger in loggers]
     printed = io.StringIO()
