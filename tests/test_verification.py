@@ -13,7 +13,7 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
 from anabranch.verification.even import workable
-from anabranch.verification.result import VerifyResult, largest_error
+from anabranch.verification.result import CAPTURED, VerifyResult, largest_error
 from anabranch.workload import Workload
 from tests.profile.tiny import Normed
 from tests.runtime.small import Built, TwoBranch, batch, built, plan
@@ -147,7 +147,7 @@ def test_random_numbers_by_sample_can_be_compared() -> None:
             dropout="sample",
         )
         assert result.bitwise
-        assert result.by_sample
+        assert result.against == CAPTURED
         assert not result.is_random
         losses.append(result.loss)
     assert losses[0] != losses[1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.cli.comparison import Contender, comparison, remarks
+from anabranch.cli.comparison import Contender, remarks, side_by_side
 from anabranch.cli.output import print_table
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.plans.stages import Stage
@@ -16,7 +16,7 @@ from tests.cli.examples import a_plan, four
 
 def test_a_row_by_eye():
     """8 samples in a step of 2 s, the slowest stage computes for 1 s; 0.5 s of 3.5 were search."""
-    headings, rows = comparison({Contender("even"): a_plan(Stage(("a",), (0,), 4), step_s=2.0)})
+    headings, rows = side_by_side({Contender("even"): a_plan(Stage(("a",), (0,), 4), step_s=2.0)})
     shown = dict(zip((" ".join(h.split()) for h in headings), rows[0], strict=True))
     assert shown == {
         "planner": "even",
@@ -38,7 +38,7 @@ def test_the_table_fits_80_columns(step_s, capsys):
     slow = a_plan(Stage(("a",), (0,), 1), step_s=step_s)
     fast = a_plan(Stage(("a",), (0,), 1), step_s=step_s / 100)
     slow = replace(slow, search_s=4000.0)
-    table = comparison(
+    table = side_by_side(
         {
             Contender("data-parallel"): slow,
             Contender("dapple"): fast,
@@ -85,7 +85,7 @@ def test_policies_side_by_side_fit_80_columns(capsys):
     names = ("naive", "stash", "basis-rotation", "predict-stash")
     results = {Contender("auto", name): replace(plan, policy=name) for name in names}
     results[Contender("auto", "asyncpp")] = InfeasiblePlanError("another optimizer")
-    print_table("title", *comparison(results))
+    print_table("title", *side_by_side(results))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 2 + 5
     assert max(map(len, lines)) <= 80
@@ -101,6 +101,6 @@ def test_a_row_without_a_plan_beside_one_with():
         {Contender("graphpipe", "stash"): plan, Contender("graphpipe", "2bw"): error},
         {Contender("graphpipe", "stash"): plan, Contender("piper", "stash"): error},
     ):
-        headings, rows = comparison(found)
+        headings, rows = side_by_side(found)
         assert [len(row) for row in rows] == [len(headings)] * 2
         assert "no plan" in rows[1]

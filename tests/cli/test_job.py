@@ -10,8 +10,7 @@ import torch.distributed as dist
 import typer
 
 from anabranch import launch
-from anabranch.cli.first_rank import agreed
-from anabranch.cli.job import Job
+from anabranch.cli.job import Job, agreed
 from anabranch.cli.local_run import looks_of
 from anabranch.cli.source import ModelSource
 from anabranch.errors import InfeasiblePlanError

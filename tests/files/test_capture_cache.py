@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -308,25 +307,3 @@ def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
     (tmp_path / "kept.json").rename(tmp_path / "other.json")
     with pytest.raises(ValueError, match=r"checksum in .* is another one"):
         load_capture(tmp_path / "other.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"ops": [0, 7]}, "belongs to none of 2 operators"),
-        ({"kept": [1]}, "belongs to none of 1 operators"),
-        ({"working": [1]}, "that 2 operators keep, that 1 work with"),
-        ({"kept": [1, 2, 3], "working": [1, 2, 3]}, "2 operators, the trace 3"),
-        ({"passes": [0.5, 1]}, "valid integer"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path: Path, change: dict, says: str) -> None:
-    """A damaged file never becomes a plan."""
-    path = tmp_path / "kept.json"
-    save_capture(KeptCapture(traced(), {}), path)
-    document = json.loads(path.read_text().partition("\n")[2])
-    document["traced"]["few"].update(change)
-    data = json.dumps(document).encode()
-    path.write_bytes(capture_cache._checksum(path, data) + b"\n" + data)
-    with pytest.raises(ValueError, match=says):
-        load_capture(path)

@@ -152,9 +152,7 @@ def test_traces_at_every_count_agree_with_the_line(
 ) -> None:
     """A model whose kernels change with the samples is traced at each count; here all agree."""
     line = estimate(towers, "v100", (3,))
-    monkeypatch.setattr(
-        "anabranch.profile.kernel_trace.KernelTrace.is_like", lambda self, other: False
-    )
+    monkeypatch.setattr("anabranch.profile.kernel_trace.TracedModel.is_affine", False)
     traced = estimate(towers, "v100", (3,))
     for a, b in zip(line.costs, traced.costs, strict=True):
         assert a.forward_s == pytest.approx(b.forward_s)

@@ -41,17 +41,6 @@ def test_other_kernels_are_on_no_line() -> None:
     assert not traced(copies(1), copies(2, name="mul")).is_affine
 
 
-def test_what_belongs_to_nothing_is_refused() -> None:
-    """A trace is read from files too."""
-    kernel = Kernel("mm", 1, (), "float32")
-    with pytest.raises(ValueError, match="1 kernels, but 0 passes"):
-        KernelTrace((kernel,), (), (0,), (0,), (0,))
-    with pytest.raises(ValueError, match="none of 1 operators"):
-        KernelTrace((kernel,), (0,), (1,), (0,), (0,))
-    with pytest.raises(ValueError, match="the graph has 2 operators, the trace 1"):
-        TracedModel(OpGraph((Op("a"), Op("b")), ()), copies(1), copies(1))
-
-
 def test_counts_ascend() -> None:
     """As a profile has them."""
     assert checked_counts("v100", (4, 1, 4), "float32") == [1, 4]

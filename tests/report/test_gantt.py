@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.gantt import timeline_svg
-from anabranch.report.theme import text_width
 from anabranch.report.timeline_layout import ShownTimeline, arrange
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
@@ -175,15 +174,6 @@ def test_a_thousand_pieces_of_an_all_reduce_are_drawn_together():
     assert len(boxes) < 600
 
 
-def test_a_legend_that_is_too_long_goes_on_below():
-    """At 480 pixels nothing sticks out."""
-    step = replace(PREDICTED, sums=SUMS)
-    root = parse(timeline_svg([ShownTimeline("predicted", step, TWO_TOWERS)], width=480))
-    (label,) = [e for e in root.iter() if e.text == "messages between devices"]
-    assert float(label.get("x", "")) + text_width(label.text, 12) <= 480
-    assert float(label.get("y", "")) > 32
-
-
 def test_kinds_of_a_split_backward_are_told_apart():
     """The legend changes with them."""
     step = timeline("0: 0F0 0-1 | 0I0 1-2 | 0W0 2-3")
@@ -214,13 +204,6 @@ def test_two_plans_can_be_compared():
     step = timeline("0: 0F0 0-1 | 0B0 1-3", step_ms=3)
     written = texts(parse(timeline_svg([*SHOWN, ShownTimeline("one", step, chain(1))])))
     assert {"text.0, text.1", "op0"} <= set(written)
-
-
-@pytest.mark.parametrize(("shown", "width"), [([], 1200), (SHOWN, 99)])
-def test_wrong_arguments_are_refused(shown, width):
-    """Nothing to draw, no room."""
-    with pytest.raises(ValueError, match="needed are"):
-        timeline_svg(shown, width=width)
 
 
 def test_a_step_in_which_nothing_happened():

@@ -10,8 +10,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,15 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from anabranch.cli.output import (
-    INTERRUPTED,
-    Warnings,
-    exit_code,
-    print_json,
-    remarks_at_end,
-    say_error,
-    without_colour,
-)
+from anabranch.cli import output
 from anabranch.cli.parsing import completed
 from anabranch.cli.run_file import asks_for_json
 from anabranch.cli.verbs.check import check
@@ -84,25 +74,18 @@ _verbs = (
 )
 
 
-def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with its remarks behind it, which says so where Ctrl-C ends it and it has not said
-    so itself.
+class _Verb(TyperCommand):
+    """A verb with its remarks behind it, which says what is to be written where an option or an
+    argument is missing, and that Ctrl-C has ended it where it has not said so itself.
     """
 
-    @wraps(verb)
-    def call(*arguments: Any, **options: Any) -> None:
+    def invoke(self, ctx: Any) -> None:
         try:
-            with remarks_at_end():
-                verb(*arguments, **options)
+            with output.remarks_at_end():
+                super().invoke(ctx)
         except KeyboardInterrupt:
             as_json = asks_for_json(sys.argv[1:])
-            _fail("Interrupted", "ended by Ctrl-C", INTERRUPTED, as_json=as_json)
-
-    return call
-
-
-class _Verb(TyperCommand):
-    """A verb that says what is to be written where an option or an argument is missing."""
+            _fail("Interrupted", "ended by Ctrl-C", output.INTERRUPTED, as_json=as_json)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -115,7 +98,7 @@ class _Verb(TyperCommand):
 
 
 for _verb in _verbs:
-    app.command(cls=_Verb)(_interruptible(_verb))
+    app.command(cls=_Verb)(_verb)
 
 
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -123,10 +106,8 @@ _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main() -> None:
-    """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage, 130 where
-    Ctrl-C has ended it.
-    """
-    without_colour()
+    """Entry point: exit code 0, 1 on an anabranch error, 2 on wrong usage, 130 after Ctrl-C."""
+    output.without_colour()
     as_json = asks_for_json(sys.argv[1:])
     # With --json wrong usage is a document as well, and under torchrun one paragraph, neither of
     # which typer would write.
@@ -134,7 +115,7 @@ def main() -> None:
     try:
         # Ranks are forked, so they show warnings the same way.
         with warnings.catch_warnings():
-            warnings.showwarning = Warnings()
+            warnings.showwarning = output.Warnings()
             raise SystemExit(app(standalone_mode=by_typer))
     except AnabranchError as error:
         if os.environ.get("ANABRANCH_DEBUG"):
@@ -143,7 +124,7 @@ def main() -> None:
         is_theirs = isinstance(error, StageFailedError | WorkloadError | LoaderError)
         has_trace = error.__cause__ is not None or hasattr(error, "__notes__")
         more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs and has_trace else ""
-        code = exit_code(error)
+        code = output.exit_code(error)
         _fail(type(error).__name__, str(error), code, more=more, as_json=as_json)
     except OSError as error:
         if os.environ.get("ANABRANCH_DEBUG") or error.filename is None:
@@ -163,9 +144,9 @@ def main() -> None:
 def _fail(kind: str, message: str, code: int, *, more: str = "", as_json: bool) -> NoReturn:
     """End with one paragraph on standard error and, for programs, a document."""
     if as_json:
-        print_json({"error": kind, "message": message})
+        output.print_json({"error": kind, "message": message})
     paragraph = f"{kind}: {message}{more}"
-    say_error(paragraph)
+    output.say_error(paragraph)
     if file := os.environ.get(_TORCHRUN_FILE):
         # The earliest is taken for the cause, and ranks that end because of it have no file.
         when = {"timestamp": str(int(time.time()) - 1)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,15 +13,11 @@ from anabranch.cli.parsing import usage
 from anabranch.cluster import Cluster
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import OpGraph
-
-if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan
 
 
 def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
-    """A preset or a cluster file; local ranks with the kept calibration of this machine, which is
-    said, unless the user does without.
-    """
+    """A preset or a file; local ranks with the kept calibration, which is said, if wanted."""
     from anabranch.files import load_cluster
 
     return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
@@ -38,9 +33,7 @@ def cluster_to_plan_for(text: str, *, calibrated: bool = True) -> Cluster:
 
 
 def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
-    """A cluster of local ranks with the kept calibration of this machine; what is used is said
-    behind the result.
-    """
+    """Local ranks with the kept calibration of this machine, which is said behind the result."""
     if not calibrated:
         return replace(cluster, calibration=None)
     from anabranch.calibration import kept

@@ -39,7 +39,7 @@ Results = Mapping[Contender, "Plan | AnabranchError"]
 """{contender: its plan, or why there is none}"""
 
 
-def comparison(
+def side_by_side(
     results: Results, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per contender, the shortest step first."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
@@ -62,10 +65,6 @@ class Job:
             source = replace(source, granularity=plan.granularity, rewrites=plan.rewrites)
         return Job(source, plan, local.device)
 
-    def forget_plan(self) -> None:
-        """Drop the plan, so that the job is planned anew."""
-        self.plan, self.is_by_file = None, False
-
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
         what = self.workload, powers_of_two(batch_size), self.captured
@@ -84,13 +83,6 @@ class Job:
         if self.plan is not None:
             return self.plan.stage_graph.batch_size
         return local.batch_size or self.workload.batch_size or 32
-
-    def require_updates(self, *, sparse_embeddings: bool) -> None:
-        """Accept an optimizer that takes the gradients of tables, which may all be sparse."""
-        from anabranch.runtime.optimizer_facts import require_recipe_updates
-
-        graph = self.captured.graph
-        require_recipe_updates(self.workload, graph, sparse_embeddings=sparse_embeddings)
 
     @remembered
     def cluster(self, devices: int) -> Cluster:
@@ -177,3 +169,32 @@ class Job:
         now = accelerator.count(self.device)
         lost, self._gpus = max((self._gpus or now) - now, 0), now
         return max(planned - lost, 1)
+
+
+def on_first(make: Callable[[], Plan]) -> Plan:
+    """Call a function here or, under torchrun, on the first rank alone."""
+    return agreed(make) if "RANK" in os.environ else make()
+
+
+def agreed(search: Callable[[], Plan]) -> Plan:
+    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
+    import torch.distributed as dist
+
+    from anabranch.files import plan_from_dict, plan_to_dict
+    from anabranch.runtime import texts
+    from anabranch.runtime.process_groups import join
+
+    join()
+    plan, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            plan = search()
+        except AnabranchError as error:
+            failure = error
+    document = {} if plan is None else plan_to_dict(plan)
+    received = texts.from_first(document)
+    if failure is not None:
+        raise failure
+    if not received:
+        raise typer.Exit(1)  # the first rank says why; the others just end
+    return plan or plan_from_dict(received)

@@ -111,9 +111,7 @@ def train_job(
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:
-    """The predictions that training is compared with; None where only a plan file has them and no
-    other plan is asked for.
-    """
+    """Predictions that training is compared with; None for a plan file without --replan."""
     from anabranch.solve.replanning import Replanner
     from anabranch.training import Looks
 

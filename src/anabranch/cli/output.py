@@ -65,9 +65,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _needed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters of a line that a table takes at least: 14 of the first column, if it has as many;
-    with fewer, rows are listed one below the other.
-    """
+    """Least characters of a line of a table, with up to 14 of the first column."""
     cells = [[*column.splitlines(), *(row[i] for row in rows)] for i, column in enumerate(columns)]
     first, *others = (max(map(len, column)) for column in cells)
     return min(first, 14) + sum(others) + len(others)

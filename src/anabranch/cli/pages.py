@@ -7,14 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.cli.comparison import (
-    BestPlan,
-    Results,
-    comparison,
-    names_planner,
-    plans_among,
-    remarks,
-)
+from anabranch.cli import comparison
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -44,23 +37,23 @@ def write_page(
 
 def write_comparison(
     file: Path,
-    results: Results,
+    results: comparison.Results,
     costs: Profile,
     cluster: Cluster,
     optimizer: OptimizerFacts | None,
-    best: BestPlan,
+    best: comparison.BestPlan,
 ) -> None:
     """Write the page of the best plan, with the others beside it: stages and timelines of three."""
     from anabranch import solve
     from anabranch.report.figure import ReportTable
     from anabranch.report.timeline_layout import ShownTimeline
 
-    plans = plans_among(results)
+    plans = comparison.plans_among(results)
     first = best.contender
     others = [c for c in sorted(plans, key=lambda c: plans[c].figures.step_s) if c != first]
-    headings, rows = comparison(results, optimizer)
+    headings, rows = comparison.side_by_side(results, optimizer)
     table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
-    has_planner = names_planner(results)
+    has_planner = comparison.names_planner(results)
     drawn: dict[StageGraph, ShownTimeline] = {}
     for contender in (first, *others):
         plan, graph = plans[contender], plans[contender].stage_graph
@@ -73,7 +66,7 @@ def write_comparison(
         else:
             simulated = solve.simulate_async(plan, costs, cluster, optimizer=optimizer)
             drawn[graph] = ShownTimeline(title, simulated.timeline, simulated.graph)
-    notes = [*best.lines(), *remarks(results, costs.origin)]
+    notes = [*best.lines(), *comparison.remarks(results, costs.origin)]
     shown = plans[first]
     if shown.mode == "sync":
         # Beside itself a plan gains nothing.

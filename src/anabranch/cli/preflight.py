@@ -93,8 +93,7 @@ def require_trainable(
         DataError: if there is nothing to train on, or to evaluate, or batches have another size.
         TrainingError: if the checkpoint to write exists already, the one to read has all epochs, or
             a pipeline cannot step the optimizer or the scheduler, as far as stand-ins tell.
-        FileFormatError: if the one to read is none, or of another model, or there are no weights to
-            begin with.
+        FileFormatError: if the one to read is none, or of another model, or weights are missing.
         WorkloadError: if the recipe of the scheduler fails.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
@@ -167,8 +166,7 @@ def executed_plan(
     round_robin: bool | None = None,
     checked: tuple[Captured, ComputeOptions] | None = None,
 ) -> Plan:
-    """The plan with what a run makes of it; without a prediction where that is for another policy,
-    mode or order of replicas.
+    """The plan with what a run makes of it; unpredicted under another policy, mode or turns.
 
     Args:
         plan: as it was given.

@@ -145,9 +145,7 @@ def restarted(training: TrainingSettings) -> TrainingSettings:
 
 
 def train_with_restarts(
-    train: Callable[[TrainingSettings], Run],
-    training: TrainingSettings,
-    say: Callable[[str], None],
+    train: Callable[[TrainingSettings], Run], training: TrainingSettings, say: Callable[[str], None]
 ) -> tuple[Run, TrainingSettings]:
     """Train on local ranks; where a rank fails, start them again, ``max_restarts`` times at most.
 

@@ -67,7 +67,11 @@ def model_or_file(context: typer.Context, model: str) -> str:
                 raise typer.BadParameter(f"{path}: {key} {why}")
             # One that looks at folders runs once.
             if known[name].callback is None or known[name].hidden:
-                _check(context, path, key, known[name], value)
+                try:  # by the rules of the command line, which would not name the file
+                    known[name].process_value(context, value)
+                except typer.BadParameter as error:
+                    said = f"{path}: {key} = {value!r}: {error.message}"
+                    raise typer.BadParameter(said) from error
             defaults[str(known[name].name)] = value
     named = defaults.pop(_MODEL, None)
     if not isinstance(named, str):
@@ -116,9 +120,7 @@ def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:
-    """Tell whether a command line, or its run file, asks for JSON, before either is checked: their
-    mistakes are documents as well.
-    """
+    """Tell whether an unchecked command line, or its run file, asks for JSON, also for mistakes."""
     for argument in arguments:
         if argument == "--json":
             return True
@@ -157,14 +159,6 @@ def _why_not(parameter: Any, value: Any) -> str:
     if getattr(parameter, "multiple", False) and not isinstance(value, list):
         return f'may be there several times, so it is a list: ["{value}"]'
     return ""
-
-
-def _check(context: typer.Context, path: Path, key: str, parameter: Any, value: Any) -> None:
-    """By the rules of the command line, which would not name the file."""
-    try:
-        parameter.process_value(context, value)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(f"{path}: {key} = {value!r}: {error.message}") from error
 
 
 def _text(value: Any) -> str:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
-    """Write the run's folder with the predicted timeline, and what its step is spent on;
-    ``plan`` as it was executed.
-    """
+    """Write the run's folder, with prediction and parts of the step; ``plan`` as executed."""
     from anabranch.record import Origin, StepPart, save_run
     from anabranch.solve import explain
 
@@ -91,9 +89,7 @@ def say_stopped(save: Path | None) -> None:
 
 
 def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
-    """Progress of a run that was ended early, and the options that go on; ``out`` as the user named
-    it.
-    """
+    """Progress of a run that was ended early, and options to go on; ``out`` as the user wrote."""
     done, steps, save = len(run.losses), training.last_step, training.save
     counted = "step" if (steps or done) == 1 else "steps"
     if done == steps:

@@ -1,7 +1,6 @@
 """Settings of the verbs, one object per subject; ``spread`` makes an option of every field.
 
-typer checks types and ranges, so these are plain dataclasses: pydantic would take half of the time
-of ``--help``.
+typer checks types and ranges, so these are dataclasses: pydantic would take half of ``--help``.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
@@ -22,13 +21,12 @@ from anabranch.cli.spread import options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
-from anabranch.plans.plan import Mode
+from anabranch.plans.plan import Mode, Plan
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import OPTIMIZERS, POLICIES
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.plans.plan import Plan
 
     PlannerName = str
     ScheduleName = str
@@ -103,8 +101,7 @@ Schedule = Annotated[
 NoCalibration = Annotated[
     bool,
     typer.Option(
-        "--no-calibration",
-        help="Predict local:N without the kept calibration of this machine.",
+        "--no-calibration", help="Predict local:N without the kept calibration of this machine."
     ),
 ]
 MicrobatchSize = Annotated[
@@ -131,14 +128,13 @@ Optimizer = Annotated[
     typer.Option(
         help="With --mode async: what the model will be trained with, which decides what auto "
         "chooses and how many copies of the weights a prediction takes [default: the model's own; "
-        "a profile file has none].",
+        "a profile file has none]."
     ),
 ]
 NoCache = Annotated[
     bool,
     typer.Option(
-        "--no-cache",
-        help="Capture the model even where an earlier capture is kept, and keep none.",
+        "--no-cache", help="Capture the model even where an earlier capture is kept, and keep none."
     ),
 ]
 Output = Annotated[
@@ -271,7 +267,7 @@ class PlanningSettings:
         Mode,
         typer.Option(
             help="sync: all stages update together after every step; async: no flush between "
-            "mini-batches, each stage updates after its own backward.",
+            "mini-batches, each stage updates after its own backward."
         ),
     ] = "sync"
     optimizer: Optimizer = None
@@ -295,13 +291,8 @@ class PlanningSettings:
     @property
     def search(self) -> dict[str, Any]:
         """Arguments of every search."""
-        return {
-            "microbatch_size": self.microbatch_size,
-            "schedule": self.schedule,
-            "max_replicas": self.max_replicas,
-            "shard_optimizer": self.shard_optimizer,
-            "sparse_embeddings": self.sparse_embeddings,
-        }
+        names = "microbatch_size schedule max_replicas shard_optimizer sparse_embeddings"
+        return {name: getattr(self, name) for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -311,9 +302,7 @@ class LocalPlanSettings:
     plan_file: Annotated[
         Path | None,
         typer.Option(
-            "--plan",
-            help="A plan file [default: plan for --devices].",
-            callback=refuse_beside_plan,
+            "--plan", help="A plan file [default: plan for --devices].", callback=refuse_beside_plan
         ),
     ] = None
     devices: Annotated[

@@ -39,8 +39,7 @@ class ModelSource:
     Attributes:
         rewrites: of the captured program, as text; see ``graph.rewrites``.
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
-        facts: for a JSON document, filled as the model is read: ``kept_capture``, whether an
-            earlier command captured it.
+        facts: for a JSON document, filled as the model is read: ``kept_capture``, if one is used.
         batch_size: samples that training would have at once, if a note is to say why it would
             refuse the data of the user's own function.
     """

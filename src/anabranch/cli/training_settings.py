@@ -13,26 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from anabranch.cli import settings
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
-from anabranch.cli.settings import (
-    LocalPlanSettings,
-    MaxReplicas,
-    OtherPolicy,
-    ScheduleName,
-    TrainedModelSettings,
-)
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity
-from anabranch.plans.plan import Mode
-from anabranch.weights import policy_named
+from anabranch.plans.plan import Mode, Plan
+from anabranch.weights import WeightPolicy, policy_named
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.training import Callback, SaveEvery
-    from anabranch.weights import WeightPolicy
 
 SPARE_COPIES = 10
 """Steps between two copies in memory, unless the user says otherwise: more of them cost more, fewer
@@ -43,7 +35,7 @@ _computing = partial(typer.Option, rich_help_panel="Computing")
 
 
 @dataclass(frozen=True)
-class RunSettings(TrainedModelSettings):
+class RunSettings(settings.TrainedModelSettings):
     """MODEL, or a run file, which has it and all options and keys."""
 
     model: Annotated[
@@ -69,12 +61,12 @@ class RunSettings(TrainedModelSettings):
 
 
 @dataclass(frozen=True)
-class TrainedPlanSettings(LocalPlanSettings):
+class TrainedPlanSettings(settings.LocalPlanSettings):
     """The plan of a run: a file, or what is needed to make one."""
 
     microbatch_size: Annotated[int | None, in_file(min=1)] = None
-    schedule: Annotated[ScheduleName, in_file()] = "auto"
-    max_replicas: MaxReplicas = None
+    schedule: Annotated[settings.ScheduleName, in_file()] = "auto"
+    max_replicas: settings.MaxReplicas = None
 
 
 @dataclass(frozen=True)
@@ -94,8 +86,7 @@ class TrainingSettings:
         ),
     ] = None
     epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Passes through the data, with those before --resume."),
+        int | None, typer.Option(min=1, help="Passes through the data, with those before --resume.")
     ] = None
     resume: Annotated[
         Path | None,
@@ -318,8 +309,7 @@ class FlushSettings:
 
     Attributes:
         policy_option: options of the policy, such as ``clip=3`` of predict-stash.
-        round_robin: replicas of a stage take mini-batches in turn, or split each; by default what
-            the plan says.
+        round_robin: replicas of a stage take mini-batches in turn, or split each; else as planned.
         clip_stage_norm: clip the gradients of each stage to this norm.
     """
 
@@ -327,10 +317,10 @@ class FlushSettings:
         Mode | None,
         typer.Option(
             help="sync: all stages update together after every step; async: without a flush, each "
-            "stage updates after its own backward [default: the plan's, or sync].",
+            "stage updates after its own backward [default: the plan's, or sync]."
         ),
     ] = None
-    policy: OtherPolicy = None
+    policy: settings.OtherPolicy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None
@@ -342,14 +332,6 @@ class FlushSettings:
     def with_options(self, name: str) -> "WeightPolicy":
         """The policy of that name, with the user's options."""
         return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
-
-    def other_policy(self, plan: "Plan", *, is_file: bool) -> "WeightPolicy | str | None":
-        """The policy of a run, where that is not just the plan's.
-
-        A plan of the search has the policy already, also where the search was to choose one.
-        """
-        name = self.policy if is_file else None
-        return self.with_options(name or plan.policy) if self.policy_option else name
 
 
 FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow")

@@ -17,8 +17,7 @@ class Columns:
 
     Args:
         columns: name -> values of all samples: a tensor, an array (also one that lies on disk, such
-            as ``numpy.load(..., mmap_mode="r")``), or a function of sample numbers, a 1-D tensor,
-            that returns the tensor of their values.
+            as ``numpy.load(..., mmap_mode="r")``), or a function: 1-D sample numbers -> values.
         length: number of samples; needed where all columns are functions.
 
     Raises:

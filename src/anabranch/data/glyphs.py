@@ -68,12 +68,11 @@ class Glyphs:
     held_out: torch.Tensor
 
 
-def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
+def load_glyphs(buckets: int = 4096) -> Glyphs:
     """The data set.
 
     Args:
         buckets: rows of the embedding table that ``pieces`` point into.
-        seed: chooses the held-out glyphs.
 
     Raises:
         DataError: if matplotlib, which brings the font, is not installed.
@@ -88,7 +87,7 @@ def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
             "installed; pip install 'anabranch[data]'"
         )
     names, images = draw(Path(matplotlib.origin).parent / FONT)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
     cut = len(names) // SIZES.held_out_every
     return Glyphs(
         names=tuple(names),
@@ -101,9 +100,7 @@ def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
 
 @cache
 def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
-    """Names and pictures of the font's named glyphs that leave ink; [glyphs, 32, 32], 0 to 255.
-    They take a second, once in a process.
-    """
+    """Names and pictures [glyphs, 32, 32], 0 to 255, of named glyphs with ink (a second, once)."""
     from matplotlib.ft2font import FT2Font
     from PIL import Image, ImageDraw, ImageFont
 

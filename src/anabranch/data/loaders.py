@@ -158,8 +158,7 @@ class Loader:
             seed: of the run.
             state: what the source's ``state_dict`` gave at that position.
             reads: asked before each batch for the names of its tensors that are needed here; None
-                for all. Where the source has such columns, the others have no values: zeros, which
-                take no memory.
+                for all. Where the source has such columns, the others are zeros, without memory.
             types: what these zeros have to be like.
 
         Raises:
@@ -232,19 +231,19 @@ class Loader:
                     batch = _fetched(dataset.select_columns(sorted(names)), samples, collate)
             if by_column and types is not None:
                 read = set(batch)
-                batch = _filled(batch, len(samples), types)
+                batch = {  # with zeros for what was not read, in the order of the example
+                    name: batch[name]
+                    if name in read
+                    else torch.zeros((), dtype=dtype).expand(len(samples), *shape)
+                    for name, (shape, dtype) in types.items()
+                }
                 digest = hashlib.blake2b(repr(list(samples)).encode(), digest_size=16).digest()
                 for name, tensor in batch.items():
                     _SAMPLES[tensor] = digest, name in read
             yield batch
 
     def _as_they_come(
-        self,
-        batch_size: int,
-        epoch: int,
-        start: int,
-        seed: int,
-        state: Mapping[str, Any] | None,
+        self, batch_size: int, epoch: int, start: int, seed: int, state: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         source = self.source
         if isinstance(source, IterableDataset):
@@ -313,14 +312,6 @@ def _fetched(dataset: Any, samples: Sequence[int], collate: Callable[[Any], Any]
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(list(samples)))
     return collate([dataset[sample] for sample in samples])
-
-
-def _filled(batch: Mapping[str, Tensor], samples: int, types: TensorTypes) -> dict[str, Tensor]:
-    """A batch with zeros for what was not read, in the order of the example."""
-    return {
-        name: batch[name] if name in batch else torch.zeros((), dtype=dtype).expand(samples, *shape)
-        for name, (shape, dtype) in types.items()
-    }
 
 
 def _has_transform(dataset: Any) -> bool:

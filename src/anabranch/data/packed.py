@@ -24,9 +24,7 @@ from anabranch.errors import DataError
 
 
 class BatchPacking(Protocol):
-    """Call of a module on tensors that have the samples in dimension 0; two are equal that pack
-    alike.
-    """
+    """Call of a module on tensors with the samples in dimension 0; equal if they pack alike."""
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
         """Call a module; ``traced`` without operations whose sizes depend on the data."""
@@ -82,8 +80,7 @@ class Rows:
     """Packing of a user's own module.
 
     Attributes:
-        rows: (name of a tensor, its rows per sample in dimension 0, name of a tensor of the batch
-            that says so for each sample, or nothing).
+        rows: (name of a tensor, its rows per sample in dimension 0, tensor of their numbers or "").
         samples_in: (name of a tensor, the dimension of the samples).
     """
 

@@ -1,8 +1,7 @@
 """Profiles, clusters and plans as JSON files.
 
 What a reader may believe about a file is written down as pydantic models; the core types behind
-them stay plain dataclasses. Units are part of the key names. Operators go by name, so a file can be
-read and edited by people:
+them stay plain dataclasses. Units are in the keys; operators go by name, so people can edit files:
 
     {
       "schema": "anabranch.cluster/1",
@@ -16,30 +15,18 @@ read and edited by people:
       ]
     }
 
-One module for each kind of file; ``jsonfile`` has what all three need. A key that came later has a
-default, so older files stay readable.
+One module for each kind of file; ``jsonfile`` has what all need. Later keys have defaults.
 """
 
 from __future__ import annotations
 
-from anabranch.files.clusters import CLUSTER, cluster_to_dict, load_cluster, save_cluster
-from anabranch.files.jsonfile import LIMITS
-from anabranch.files.plans import PLAN, load_plan, plan_from_dict, plan_to_dict, save_plan
-from anabranch.files.profiles import PROFILE, load_profile, profile_to_dict, save_profile
-
-__all__ = [
-    "CLUSTER",
-    "LIMITS",
-    "PLAN",
-    "PROFILE",
-    "cluster_to_dict",
-    "load_cluster",
-    "load_plan",
-    "load_profile",
-    "plan_from_dict",
-    "plan_to_dict",
-    "profile_to_dict",
-    "save_cluster",
-    "save_plan",
-    "save_profile",
-]
+from anabranch.files.clusters import cluster_to_dict as cluster_to_dict
+from anabranch.files.clusters import load_cluster as load_cluster
+from anabranch.files.clusters import save_cluster as save_cluster
+from anabranch.files.plans import load_plan as load_plan
+from anabranch.files.plans import plan_from_dict as plan_from_dict
+from anabranch.files.plans import plan_to_dict as plan_to_dict
+from anabranch.files.plans import save_plan as save_plan
+from anabranch.files.profiles import load_profile as load_profile
+from anabranch.files.profiles import profile_to_dict as profile_to_dict
+from anabranch.files.profiles import save_profile as save_profile

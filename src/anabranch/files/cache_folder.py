@@ -19,9 +19,7 @@ def cache_folder() -> Path:
 
 
 def private_folder(name: str) -> Path | None:
-    """A folder in the cache folder to which nobody but the user can write; None, with a warning, if
-    others can, and None if it cannot be made.
-    """
+    """A cache folder that the user alone can write to; None without one, with a warning if open."""
     folder = cache_folder() / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,8 +6,7 @@ granularity, where modules are looked for, the versions of Python, this package 
 installed. It lists the user's own files that were imported or read while the model was captured,
 with a hash of each. If one has changed, the model is captured again.
 
-Nothing is kept of a model whose code is in no file, such as generated code. The environment and the
-time are not compared.
+Nothing is kept of code in no file, such as generated code. Environment and time are not compared.
 """
 
 from __future__ import annotations
@@ -112,14 +111,9 @@ def estimated(
     return traced.profile(device, samples, "float32")
 
 
-@cache
-def _format() -> TypeAdapter[KeptCapture]:
-    return TypeAdapter(KeptCapture)
-
-
 def save_capture(kept: KeptCapture, path: Path) -> None:
     """Write a captured model; raises OSError if that fails."""
-    document = _format().dump_json(kept)
+    document = TypeAdapter(KeptCapture).dump_json(kept)
     write_whole(path, _checksum(path, document) + b"\n" + document)
 
 
@@ -130,7 +124,7 @@ def load_capture(path: Path) -> KeptCapture:
     checksum, _, document = read_regular(path).partition(b"\n")
     if checksum != _checksum(path, document):
         raise ValueError(f"the checksum in {path} is another one than that of what it holds")
-    return _format().validate_json(document)
+    return TypeAdapter(KeptCapture).validate_json(document)
 
 
 def _checksum(path: Path, document: bytes) -> bytes:
@@ -208,8 +202,7 @@ _listeners = 0
 def files_read() -> Iterator[set[str]]:
     """Hear which files are opened for reading.
 
-    The set has those of earlier uses as well: a module of the user's that is imported by now does
-    not read its files again.
+    The set has those of earlier uses as well: an imported module does not read its files again.
     """
     global _listeners
     _listen()

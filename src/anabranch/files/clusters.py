@@ -40,7 +40,7 @@ def load_cluster(text: FilePath) -> Cluster:
     """
     path = Path(text)
     looks_like_a_file = path.suffix == ".json" or os.sep in os.fspath(text)
-    if isinstance(text, str) and not looks_like_a_file and not _exists(path):
+    if isinstance(text, str) and not looks_like_a_file and not os.path.exists(text):
         return Cluster.preset(text)
     return build(path, to_cluster, read_document(path, CLUSTER, ClusterFile))
 
@@ -122,13 +122,6 @@ class ClusterFile(Strict):
     cores: Annotated[int, Field(ge=0, le=LIMITS.devices)] = 0
     levels: Annotated[list[_LevelEntry], Field(min_length=1, max_length=100)]
     calibration: Annotated[_CalibrationEntry | None, BeforeValidator(_from_former)] = None
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that is too long, or has a null byte in it
-        return False
 
 
 def to_cluster(file: ClusterFile) -> Cluster:

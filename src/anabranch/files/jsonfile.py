@@ -28,8 +28,7 @@ class Limits:
     """Limits of what a file of ours, or of others, may say; more is a mistake.
 
     Attributes:
-        file_bytes: bytes of a file; the profile of a model with 10,000 operators has about
-            5 MB.
+        file_bytes: bytes of a file; the profile of 10,000 operators has about 5 MB.
         size: bytes in memory or on their way: an exbibyte.
         devices: of a cluster; a product of level sizes quickly would be more.
         seconds: of an operator: thirty years.
@@ -87,9 +86,7 @@ def document_fields(
 
 
 def from_document(kind: type[_Core], document: BaseModel, **special: Any) -> _Core:
-    """The object of a core type whose fields a document has, with tuples for lists; ``special`` has
-    those that differ.
-    """
+    """A core type from the fields of a document, lists as tuples; ``special`` are others."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in document if name in names} | special
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
@@ -340,9 +337,7 @@ def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> No
 
 
 def build(path: FilePath, construct: Callable[[_File], _Core], file: _File) -> _Core:
-    """From the validated document to the core type; raises FileFormatError where one of its own
-    conditions does not hold.
-    """
+    """The core type of a validated document; raises FileFormatError where it refuses the values."""
     try:
         return construct(file)
     except ValueError as error:

@@ -7,13 +7,11 @@ One line a node, one indented line (a tab, two spaces, or a space and a tab) an 
              activation_size=[411041792.0; 256.0], parameter_size=7168.0          (one line)
             node1 -- node2
 
-Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. What the file leaves
-open is decided so:
+Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. What is left open:
 
 - ``Input`` nodes, whose time is that of loading data, are part of the batch, as in PipeDream's
   optimizer. So is a first node that costs nothing at all.
-- An activation size ``[a; b]`` belongs to a module with several outputs; as in PipeDream, every
-  edge carries the sum.
+- An activation size ``[a; b]`` is of several outputs; every edge carries the sum, as in PipeDream.
 - Kept for the backward is the output of every module, unless it overwrites its input or is a view
   (``ReLU(inplace)``, ``View``, ``__getitem__``). What a module saves inside is in no column: for
   modules as large as the layers of DAPPLE's BERT, memory is a lower bound.

@@ -238,8 +238,7 @@ def _to_graph(file: _PlanFile) -> StageGraph:
 def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:
     """The in-flight counts of the schedule where the file has none.
 
-    A schedule that does not exist, or does not go with the stages, is for whoever uses the plan to
-    refuse.
+    A schedule that does not exist, or does not fit the stages, is for users of the plan to refuse.
     """
     missing = [i for i, stage in enumerate(file.stages) if stage.in_flight is None]
     if not missing:

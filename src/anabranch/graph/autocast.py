@@ -29,8 +29,7 @@ class AutocastRegion:
 
     Attributes:
         device_type, dtype: its arguments.
-        cast_parameters: the call that casts a parameter to a type, by both: autocast casts it once
-            for all operations that read it.
+        cast_parameters: (parameter, type) -> the call that casts it, once for all operations.
     """
 
     device_type: str
@@ -38,9 +37,7 @@ class AutocastRegion:
     cast_parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
 
     def casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
-        """Return the type that autocast casts each argument of a call to; None where it casts other
-        values, inside of the call.
-        """
+        """Types to which autocast casts arguments of a call; None where it casts inside of it."""
         alike = dict[fx.Node, Any]()
 
         def like(node: fx.Node) -> Any:

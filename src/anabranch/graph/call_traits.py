@@ -9,29 +9,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from anabranch.graph.flat_program import (
-    APART,
-    BATCH_LEAF,
-    PARAMETER,
-    CallKey,
-    FlatProgram,
-    frame,
-    schema_name,
-    written,
-)
+from anabranch.graph import flat_program
 from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
 
 
 def base_name(node: fx.Node) -> str:
     """Operation without library and overload, such as ``linear``."""
-    return schema_name(node).rpartition("::")[2].rpartition(".")[2]
+    return flat_program.schema_name(node).rpartition("::")[2].rpartition(".")[2]
 
 
-def keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[CallKey, fx.Node]]:
+def keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[flat_program.CallKey, fx.Node]]:
     """Calls of a program with their keys."""
     count = Counter[tuple[str, str]]()
     for node in calls:
-        kind = frame(node), base_name(node)
+        kind = flat_program.frame(node), base_name(node)
         yield (*kind, count[kind]), node
         count[kind] += 1
 
@@ -57,9 +48,7 @@ def value_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, in order, with those that it leaves at their defaults; none
-    where it calls something that declares none.
-    """
+    """All arguments of a call by name, in order, with defaults; none where none are declared."""
     schema = getattr(node.target, "_schema", None)
     declared = schema.arguments if schema is not None else ()
     values = {argument.name: argument.default_value for argument in declared}
@@ -97,8 +86,7 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
     """The samples' dimension or None; the values are those for both ``sizes``.
 
     Raises:
-        ValueError: if samples are folded into a dimension, occur in several, or the size depends on
-            the data.
+        ValueError: if samples are folded, occur in several dimensions, or the size depends on data.
     """
     pairs = list(zip(small.shape, large.shape, strict=True))
     if not all(isinstance(n, int) for pair in pairs for n in pair):
@@ -131,11 +119,9 @@ def dims_along(node: fx.Node, rank: int) -> list[int]:
 
 
 class CallTraits:
-    """Traits of the calls of a program; ``other`` has another number of samples, to show where
-    these are.
-    """
+    """Traits of the calls of a program; ``other``, for other samples, shows where these are."""
 
-    def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
+    def __init__(self, program: flat_program.FlatProgram, other: flat_program.FlatProgram) -> None:
         self.program = program
         self.calls = program.calls
         self.position = {node: i for i, node in enumerate(self.calls)}
@@ -145,7 +131,7 @@ class CallTraits:
         self.mutated: set[int] = {
             target.meta["storage"]
             for node in self.calls
-            for target in written(node)
+            for target in flat_program.written(node)
             if "storage" in target.meta
         }
         self.on_parameters: dict[fx.Node, bool] = {}
@@ -157,9 +143,11 @@ class CallTraits:
     def _classify(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             source = self.program.sources[node]
-            self.on_parameters[node] = source.kind == PARAMETER
-            self.on_batch[node] = source.kind == BATCH_LEAF
-            self.free[node] = source.kind != PARAMETER and node.meta["storage"] not in self.mutated
+            self.on_parameters[node] = source.kind == flat_program.PARAMETER
+            self.on_batch[node] = source.kind == flat_program.BATCH_LEAF
+            self.free[node] = (
+                source.kind != flat_program.PARAMETER and node.meta["storage"] not in self.mutated
+            )
         elif node.op in ("call_function", "get_attr"):
             inputs = node.all_input_nodes
             self.on_parameters[node] = any(self.on_parameters[n] for n in value_inputs(node))
@@ -177,7 +165,7 @@ class CallTraits:
         return (
             (name in CHEAP or not self.on_batch[node])
             and not any(word in name for word in RANDOM)
-            and not written(node)
+            and not flat_program.written(node)
             and (
                 value is None
                 or (not value.requires_grad and value.untyped_storage()._cdata not in self.mutated)
@@ -203,10 +191,10 @@ class CallTraits:
 
     def weight(self, node: fx.Node) -> int:
         """0: remainder; 1: worth an operator; 2: products, convolutions and embeddings."""
-        if APART in node.meta:
+        if flat_program.APART in node.meta:
             return 2
         name = base_name(node)
-        library = schema_name(node).partition("::")[0]
+        library = flat_program.schema_name(node).partition("::")[0]
         if name in HEAVY or (library not in ("aten", "prims") and name != "getitem"):
             # A table that is looked up at constant places, such as positions, is no more than a
             # parameter.

@@ -1,7 +1,6 @@
 """Capture of a module that returns its loss as a graph of operators.
 
-Labels and inputs are ordinary inputs of the forward pass, so nothing is special about the end of
-the model::
+Labels and inputs are ordinary inputs of the forward pass; the end of the model is nothing special::
 
     module, example --export--> program with a symbol for the samples
                                   |-- at(4) --> flat program of 4 --+-- group --> OpGraph
@@ -59,8 +58,7 @@ def capture(
 
     Args:
         module: its forward returns the loss; real, or on the meta device for planning only.
-        example: a batch; sizes other than dimension 0 are fixed by it, and so are entries that are
-            not tensors.
+        example: a batch; it fixes other sizes than dimension 0, and entries that are not tensors.
         granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer,
             ``block`` a whole entry of a repeated list.
         training: in training mode, or in evaluation mode.
@@ -69,8 +67,7 @@ def capture(
             ``graph.rewrites``.
 
     Raises:
-        CaptureError: if the module cannot be captured; the message names the user's line, the cause
-            and a remedy.
+        CaptureError: if the module cannot be captured, with the user's line, cause and remedy.
     """
     if granularity not in ("operator", "layer", "block"):
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
@@ -137,8 +134,7 @@ class Captured:
         layout: of a batch.
         programs: of the whole module, for any number of samples.
         metrics: names of the scalars that the module returns besides the loss.
-        value_calls: value of the graph -> position of the call that makes it, -1 for a tensor of
-            the batch.
+        value_calls: value of the graph -> position of its call, -1 for a tensor of the batch.
         batch_dims: value of the graph -> which dimension is the samples, None where there is none.
         unused: trainable parameters that the loss does not depend on.
         totals: loss and metrics -> how that of a batch follows from those of its slices; coupled
@@ -204,9 +200,7 @@ class Captured:
         return tuple(n for n in names if "::" in n and not n.startswith(("aten::", "prims::")))
 
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
-        """Weights of the loss and metrics of a slice in those of a batch; metrics that only the
-        whole batch tells count by samples.
-        """
+        """Weights of a slice's loss and metrics in those of a batch; coupled ones by samples."""
         share = samples / batch_size
         return {name: 1.0 if total == "sum" else share for name, total in self.totals.items()}
 
@@ -220,8 +214,7 @@ class Captured:
         return self._again(self.layout, training=False) if self.training else self
 
     def like(self, example: Batch) -> Captured:
-        """The same operators for batches with other sizes besides the samples, such as shorter
-        sequences. Made once.
+        """The same operators for batches with other sizes, such as shorter sequences. Made once.
 
         Raises:
             CaptureError: if the module runs other operations for them.
@@ -254,7 +247,7 @@ class Captured:
         return self.variants.get(sizes_of(tensors), self)
 
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
-        with only_frozen(self.module, self.programs.frozen):
+        with only_frozen(self.module, self.programs.exporter.frozen):
             first = self.programs.exporter
             exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
@@ -311,6 +304,8 @@ def _captured(
     couplings = _couplings(coupling, program, grouping)
     graph, calls, dims = build(module, traits, grouping, training)
     coupled = {c.operator for c in couplings}
+    owners = zip(program.calls, grouping.owners, strict=True)
+    whole = {call for call, op in owners if op != FREE and grouping.names[op] in coupled}
     graph = replace(
         graph,
         ops=tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops),
@@ -319,7 +314,7 @@ def _captured(
         rewrites=tuple(map(str, exporter.rewrites)),
         rewritable=applicable(program),
         normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
-        stateful=_stateful(program, grouping, coupled) if training else (),
+        stateful=changed_state(program, whole) if training else (),
     )
     return Captured(
         slices={} if first is None else first.slices,
@@ -376,15 +371,6 @@ def _couplings(
         for node in calls
         if owner_of.get(node, FREE) != FREE
     )
-
-
-def _stateful(
-    program: FlatProgram, grouping: Grouping, coupled: Collection[str]
-) -> tuple[str, ...]:
-    """Buffers and frozen parameters that change once per micro-batch."""
-    pairs = zip(program.calls, grouping.owners, strict=True)
-    whole = {call for call, owner in pairs if owner != FREE and grouping.names[owner] in coupled}
-    return changed_state(program, whole)
 
 
 def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:

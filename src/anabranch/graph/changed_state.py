@@ -41,9 +41,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
 
 
 def seen_writes(program: FlatProgram) -> frozenset[str] | None:
-    """Names of all buffers and parameters that a program changes; None where it has regions, such
-    as those of autocast, whose writes are not known.
-    """
+    """Names of all state that a program changes; None with regions, whose writes are unknown."""
     return None if program.regions else frozenset(source.name for _, source in _writes(program))
 
 

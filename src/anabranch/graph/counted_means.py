@@ -1,8 +1,7 @@
 """Means over some entries of a batch, as labels that are not ignored, made sums over counts.
 
 ``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which a slice
-has otherwise than its batch. As a sum over a count, the count can be that of the whole batch
-(``whole_batch``).
+has otherwise than its batch. As a sum over a count, that can be the batch's (``whole_batch``).
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ def counted_means(program: FlatProgram) -> FlatProgram:
 
 
 def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:
-    """The number of entries, or of rows, of a value of which a mask decides the size; None for
-    others.
-    """
+    """Number of entries, or of rows, of a value whose size a mask decides; None for others."""
     value = tensor(chosen)
     if value is None or len(free := [n for n in value.shape if not isinstance(n, int)]) != 1:
         return None

@@ -1,8 +1,7 @@
 """``ctc_loss`` with lengths in tensors as an operator that a trace can follow.
 
 PyTorch's own saves a table for its backward whose size is the longest target of the batch, which a
-trace does not know. The one here makes the table again in its backward, so all its sizes are those
-of its arguments; numbers are the same.
+trace does not know. Here the backward makes the table again, so sizes are those of the arguments.
 """
 
 from __future__ import annotations

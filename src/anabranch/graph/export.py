@@ -19,7 +19,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -30,17 +30,9 @@ from torch.utils import checkpoint
 
 from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
+from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.module_state import with_attributes, without_keeping
-from anabranch.graph.tracing import (
-    TORCH,
-    NoGradUnderAutocast,
-    data_as_detached,
-    library_rules,
-    without_raising_guards,
-)
-
-_SYMBOLS = "fx.experimental.symbolic_shapes"
 
 
 class ReturnsLoss(nn.Module):
@@ -61,25 +53,22 @@ class ReturnsLoss(nn.Module):
         batch = self._rebuild(leaves)
         if torch.compiler.is_dynamo_compiling():
             return scalars(call_module(self.module, batch, traced=True))
-        before = {(owner, name): b for owner, name, b in _buffers(self.module)}
+        before = [
+            (owner, name, buffer)
+            for owner in self.module.modules()
+            for name, buffer in owner._buffers.items()
+        ]
         output = call_module(self.module, batch, traced=True)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
         result = scalars(output)
-        for owner, name, now in _buffers(self.module):
+        for owner, name, buffer in before:
             # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
-            buffer = before.get((owner, name))
-            if buffer is not None and now is not buffer:
+            now = owner._buffers.get(name)
+            if buffer is not None and now is not None and now is not buffer:
                 buffer.copy_(now.detach())
                 owner._buffers[name] = buffer
         return result
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield owner, name, buffer
 
 
 def scalars(output: Any) -> dict[str, torch.Tensor]:
@@ -97,8 +86,9 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
             "the batch)"
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
+        sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in loss.shape]
         raise CaptureError(
-            f"the loss has shape ({_shape(loss)}) and type {loss.dtype}, not that of a scalar; "
+            f"the loss has shape ({', '.join(sizes)}) and type {loss.dtype}, not that of a scalar; "
             "reduce it to a mean over the samples, for example with loss.mean()"
         )
     metrics = {}
@@ -109,15 +99,12 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
     return {"loss": loss, **metrics}
 
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
 def _scalar(name: str, value: Any) -> torch.Tensor | None:
     """A metric that a module returned, as a scalar tensor; None for anything else."""
     if isinstance(value, torch.Tensor):
         is_scalar = value.dim() == 0 and not value.dtype.is_complex
         return (value if value.dtype.is_floating_point else value.float()) if is_scalar else None
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
         number: Any = value  # also a symbol, while tracing
         return torch.scalar_tensor(number)
     if hasattr(value, "__float__"):
@@ -128,27 +115,18 @@ def _scalar(name: str, value: Any) -> torch.Tensor | None:
     return None
 
 
-def _shape(value: torch.Tensor) -> str:
-    sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in value.shape]
-    return ", ".join(sizes)
-
-
 def _is_fraction(value: Any) -> bool:
     """True for a loss that is a pair of numerator and denominator."""
-    return _is_pair(value) and all(
-        isinstance(part, torch.Tensor) and part.dim() == 0 for part in value
-    )
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return is_pair and all(isinstance(part, torch.Tensor) and part.dim() == 0 for part in value)
 
 
 def _entries(output: Any) -> dict[str, Any]:
     fields = _fields(output)
     if isinstance(output, torch.Tensor) or (_is_fraction(output) and "loss" not in fields):
         return {"loss": output}
-    if not fields and _is_pair(output) and isinstance(output[1], Mapping):
+    is_pair = isinstance(output, tuple) and len(output) == 2
+    if is_pair and not fields and isinstance(output[1], Mapping):
         loss, metrics = output
         return {**_entries(metrics), "loss": loss}
     if hasattr(output, "items"):
@@ -185,16 +163,17 @@ def export(
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
                 stack.enter_context(without_keeping(module))
-                if strict:
-                    with reads.recording():
-                        _try_functions(module, leaves)
+                if strict:  # the analysis hides custom gradients, which a plain call shows
+                    state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                    call = torch.no_grad()(torch.func.functional_call)
+                    with reads.recording(), _watched(set()), torch.random.fork_rng():
+                        call(module, state, tuple(leaves))
                 else:
                     stack.enter_context(_watched(checkpoints))
-                    stack.enter_context(data_as_detached(_refuse_data))
                     stack.enter_context(reads.recording())
-                    stack.enter_context(without_raising_guards(checks))
-                    stack.enter_context(library_rules())
-                    stack.enter_context(NoGradUnderAutocast())
+                    stack.enter_context(tracing.without_raising_guards(checks))
+                    stack.enter_context(tracing.library_rules())
+                    stack.enter_context(tracing.NoGradUnderAutocast())
                 exported = torch.export.export(
                     module,
                     tuple(leaves),
@@ -230,9 +209,8 @@ class CaptureWarning(UserWarning):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what PyTorch logs and warns of a trace; what is printed is shown on success."""
-    parts = ("export", "_export", "fx", "_dynamo", "_subclasses", _SYMBOLS)
-    names = [f"torch.{part}" for part in parts]
-    loggers = [logging.getLogger(name) for name in names]
+    parts = ("export", "_export", "fx", "_dynamo", "_subclasses", "fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(f"torch.{part}") for part in parts]
     before = [logger.level for logger in loggers]
     printed = io.StringIO()
     for logger in loggers:
@@ -312,22 +290,12 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         # Looks at values, which there are none of, only to raise.
         (Distribution, "_validate_args", False),
     ]
-    with with_attributes(patches):
-        yield
-
-
-def _refuse_data() -> NoReturn:
-    raise CaptureError(
-        f"{user_frame(traceback.extract_stack())} assigns to the .data of a tensor, which tracing "
-        "loses: keep the value in a buffer (register_buffer) and change that in place (copy_)"
+    assign = refuse(
+        "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
+        "(register_buffer) and change that in place (copy_)"
     )
-
-
-def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:
-    """Refuse custom gradients by a forward pass without tracing: analysis hides them from us."""
-    state = {name: b.clone() for name, b in module.named_buffers()}
-    with _watched(set()), torch.no_grad(), torch.random.fork_rng():
-        torch.func.functional_call(module, state, tuple(leaves))
+    with with_attributes(patches), tracing.data_as_detached(assign):
+        yield
 
 
 def _warn(places: set[str], text: str) -> None:
@@ -345,7 +313,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     for frame in stack:
         name = os.path.abspath(frame.filename)
         library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((TORCH, _OURS)) or frame.filename.startswith("<"):
+        if library or name.startswith((tracing.TORCH, _OURS)) or frame.filename.startswith("<"):
             continue
         place = f"{frame.filename}:{frame.lineno}"
         if frame.line:

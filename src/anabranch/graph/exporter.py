@@ -1,7 +1,6 @@
 """Exported programs of one module, lowered to flat programs for any number of samples.
 
-One export with a symbol for the number of samples serves them all. A module that refuses the symbol
-is exported again for each number.
+One export with a symbol for the samples serves all numbers; a module that refuses it has one each.
 """
 
 from __future__ import annotations
@@ -34,7 +33,13 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
-from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
+from anabranch.graph.module_state import (
+    in_mode,
+    in_one_process,
+    on_meta,
+    on_one_device,
+    only_frozen,
+)
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.tracing import rare_collection, without_raising_guards
 from anabranch.remembered import remembered
@@ -50,7 +55,7 @@ class Exporter:
         outputs: names of the loss and the metrics, once there is a program.
         rewrites: of every program; with their sites, once there is one.
         refusals: for each rewrite, why other sites were left as they are.
-        apart: numbers of samples that the module was exported for by themselves.
+        fixed: programs of numbers of samples that the module was exported for by themselves.
         reads: attributes that its forward reads in Python.
     """
 
@@ -80,9 +85,8 @@ class Exporter:
             **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
             **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
         }
-        self._fixed: dict[int, torch.export.ExportedProgram] = {}
+        self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self._dynamic: torch.export.ExportedProgram | None = None
-        self.apart: set[int] = set()
 
     @rare_collection()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
@@ -91,15 +95,15 @@ class Exporter:
         Raises:
             CaptureError: if the module cannot be captured, or not with that many samples.
         """
-        if not self.outputs:
-            self._export()
-        if self._dynamic is not None:
-            with suppress(RefusedError):
-                return self._lowered(self._dynamic, samples, device)
-        self.apart.add(samples)
-        if samples not in self._fixed:
-            self._fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
-        return self._lowered(self._fixed[samples], samples, device)
+        with only_frozen(self.module, self.frozen):
+            if not self.outputs:
+                self._export()
+            if self._dynamic is not None:
+                with suppress(RefusedError):
+                    return self._lowered(self._dynamic, samples, device)
+            if samples not in self.fixed:
+                self.fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
+            return self._lowered(self.fixed[samples], samples, device)
 
     def _export(self) -> None:
         """Export the module, if possible for any number of samples."""
@@ -110,8 +114,8 @@ class Exporter:
                 raise  # what is wrong does not depend on how the module is exported
         if self._dynamic is None or _is_fixed(self._dynamic):
             self._dynamic = None
-            self._fixed[self.samples] = self._run(self.samples, dynamic=False)
-        chosen = self._dynamic or self._fixed[self.samples]
+            self.fixed[self.samples] = self._run(self.samples, dynamic=False)
+        chosen = self._dynamic or self.fixed[self.samples]
         self.outputs = tuple(chosen.call_spec.out_spec.context)
 
     def _run(
@@ -125,8 +129,7 @@ class Exporter:
     @remembered
     def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:
         """Arguments and results of each call of a submodule, by its path in the tracer's words, in
-        names of the program's nodes. Submodules with children are left out where the tracer fails
-        on one of them.
+        names of the program's nodes; modules with children are left out where the tracer fails.
         """
         paths = {f"module.{name}": part for name, part in self.module.named_modules() if name}
         leaves = [path for path, part in paths.items() if next(part.children(), None) is None]
@@ -278,8 +281,7 @@ _BEHIND: dict[Any, Any] = {
 
 
 def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProgram:
-    """The same program with tensors in place of the numbers that are returned; ``names`` of what is
-    returned.
+    """The same program with tensors in place of the numbers that it returns under ``names``.
 
     A number such as ``hits.sum().item() / len(y)`` stops what computes it until the value is there,
     and planning has no values. So the arithmetic is done with tensors.

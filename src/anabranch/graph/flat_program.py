@@ -40,13 +40,10 @@ class FlatProgram:
         graph: placeholders, calls in program order, and an output ``(loss, *metrics)``. Each node
             has ``meta["val"]``, a fake tensor whose ``requires_grad`` is true to eager execution,
             and ``meta["storage"]``, which views share.
-        sources: placeholder -> where it comes from. A parameter shared under two names is one
-            placeholder.
+        sources: placeholder -> where it comes from; a parameter with two names has one placeholder.
         constants: tensors that the forward pass created from literals.
-        regions: sub-graphs that cannot be made flat (what autocast casts inside), by the name that
-            a ``get_attr`` node has.
-        statistics: a program whose outputs are statistics of a batch, where this one reads those
-            of the whole batch.
+        regions: sub-graphs that are not flat (autocast casts inside), by ``get_attr`` names.
+        statistics: a program of the statistics of a batch, where this one reads those of the whole.
     """
 
     samples: int
@@ -66,20 +63,12 @@ class FlatProgram:
         """The loss, then the metrics."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    @property
-    def leaves(self) -> frozenset[str]:
-        """Names of the batch's tensors that the program reads."""
-        sources = self.sources.values()
-        return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
-
     def run(
         self,
         find: Callable[[PlaceholderSource], torch.Tensor],
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Compute the outputs, or other values, without gradients; ``find`` gives the tensors of
-        placeholders.
-        """
+        """Outputs or other values, without gradients; ``find`` gives tensors of placeholders."""
         wanted = self.outputs if wanted is None else wanted
         env: dict[fx.Node, Any] = {}
         with torch.no_grad():
@@ -235,9 +224,7 @@ def gradient_types(program: FlatProgram) -> set[torch.dtype]:
 def gradient_strides(
     program: FlatProgram, nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[int, ...]]:
-    """Strides of the gradients that values have in one process, by a backward of fake tensors; as
-    the value's own where there is no gradient.
-    """
+    """Strides of gradients of values in one process, by a fake backward; else the value's own."""
     if not nodes:
         return {}
     # A view has come after the loss was made; its gradient is a view of that of its value.

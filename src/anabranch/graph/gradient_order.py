@@ -54,9 +54,7 @@ class _KeepStrides(torch.autograd.Function):
 
 
 def keep_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor itself, whose gradient gets the strides that it has in one process, because sums
-    run in the order of memory.
-    """
+    """The tensor, whose gradient gets its strides in one process, as sums follow the memory."""
     result: torch.Tensor = _KeepStrides.apply(x, strides)  # type: ignore[no-untyped-call]
     return result
 

@@ -132,19 +132,17 @@ def _absorb(groups: CallGroups, weight: int, blocks: Blocks) -> None:
     """Merge groups of at most this weight into a neighbour, of their own block if they have one."""
 
     def host_of(v: int) -> int | None:
-        return _host(groups, v, blocks) if groups.weight[v] <= weight else None
+        if groups.weight[v] > weight:
+            return None
+        block = blocks.block(groups.path[v])
+        nearest = [g for g in groups.neighbours(v) if groups.path[g] != WHOLE_BATCH_LOSS]
+        choices = [g for g in nearest if blocks.block(groups.path[g]) == block]
+        if not choices and (not block or groups.weight[v] == 0):
+            choices = nearest
+        return choices[0] if choices else None
 
     groups.rank_ancestors()
     _merge_all(groups, host_of, keep_path=True)
-
-
-def _host(groups: CallGroups, v: int, blocks: Blocks) -> int | None:
-    block = blocks.block(groups.path[v])
-    nearest = [g for g in groups.neighbours(v) if groups.path[g] != WHOLE_BATCH_LOSS]
-    choices = [g for g in nearest if blocks.block(groups.path[g]) == block]
-    if not choices and (not block or groups.weight[v] == 0):
-        choices = nearest
-    return choices[0] if choices else None
 
 
 class Blocks:
@@ -230,8 +228,7 @@ def _named(groups: CallGroups, module: nn.Module) -> Grouping:
 def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Grouping:
     """Give an evaluation program's calls to the operators of the training program.
 
-    A call goes where the same call of its module went; failing that to the operator of its latest
-    input; never before one of its inputs.
+    A call goes where that of its module went, else where its latest input is; never before inputs.
     """
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)

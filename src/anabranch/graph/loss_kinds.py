@@ -1,6 +1,4 @@
-"""Kinds of losses over the samples of a batch, and what becomes of each under micro-batches; batch
-normalisation likewise.
-"""
+"""Kinds of losses over samples, and of batch normalisation, and what micro-batches make of them."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def lower(
 
     Args:
         exported: its forward takes the batch leaves and returns a dict, ``loss`` first.
-        names: every name of a parameter or buffer in the exported module -> its first name in the
-            user's.
+        names: every name of a parameter or buffer in the exported module -> the user's first one.
         batch_names: names of the batch leaves.
         find: gives a tensor like a parameter, a buffer or a leaf of the batch.
         device: put all tensors here instead of where they were during the export.
@@ -129,9 +128,7 @@ def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymI
 
 
 class _ProgramBuilder:
-    """A flat program under construction; ``env`` has what becomes of the nodes of the exported one:
-    a node, a number or a module.
-    """
+    """A program under construction; ``env``: exported node -> a node, a number or a module."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
@@ -237,9 +234,7 @@ class _ProgramBuilder:
         return new
 
     def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
-        """What a write makes of memory that has names besides that of its argument, for all of
-        them; None for any other call.
-        """
+        """New value of memory that a write changes under several names; None for other calls."""
         changed = args[0] if args else None
         if not (writes_first(target) and isinstance(changed, fx.Node)):
             return None

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _NOTHING = object()
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -25,9 +26,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes have other values, given as (object, name, value), also those that an
-    object has from its class.
-    """
+    """Inside, attributes, also a class's, have other values, given as (object, name, value)."""
     changed = list(values)
     # A class has descriptors, which getattr would bind; a tensor has its data in no dictionary.
     before = [
@@ -48,9 +47,7 @@ def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def without_keeping(module: nn.Module) -> Iterator[None]:
-    """Tensors that a trace inside keeps in its modules, or in dictionaries of theirs, are dropped
-    at the end: they have no values.
-    """
+    """Drop tensors without values that a trace keeps in modules or dictionaries of theirs."""
     owners = [vars(part) for part in module.modules()]
     held = [*owners, *(v for owner in owners for v in owner.values() if type(v) is dict)]
     before = [(names, dict(names)) for names in held]
@@ -67,8 +64,7 @@ def without_keeping(module: nn.Module) -> Iterator[None]:
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Inside, a module is in training or in evaluation mode.
 
-    Submodules keep modes of their own, such as frozen statistics, unless the module as a whole is
-    in the other mode.
+    Submodules keep modes of their own, unless the module as a whole is in the other mode.
     """
     with with_attributes((part, "training", part.training) for part in module.modules()):
         if module.training != training:
@@ -98,10 +94,17 @@ def in_one_process() -> AbstractContextManager[None]:
 
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy on the meta device, which takes no memory for parameters and buffers."""
-    memo: dict[int, torch.Tensor] = {}
+    return copied(module, torch.device("meta"), {})
+
+
+def copied(
+    module: _Module, device: torch.device, twins: dict[torch.Tensor, torch.Tensor]
+) -> _Module:
+    """A copy on a device; ``twins`` has tensors that are copied already, and gets the others."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
-        bare = tensor.detach().to("meta")
-        if isinstance(tensor, nn.Parameter):
-            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = bare
-    return copy.deepcopy(module, memo)
+        if tensor not in twins:
+            twin = tensor.detach().to(device, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            twins[tensor] = twin
+    return copy.deepcopy(module, {id(tensor): twin for tensor, twin in twins.items()})

@@ -112,8 +112,7 @@ class OpGraph:
     work on each element alone, so that none may cut a parameter.
 
     Raises:
-        ValueError: if a name occurs twice, a value runs against the order, or an operator names a
-            parameter that is not listed.
+        ValueError: if a name occurs twice, a value runs against the order, a parameter is unknown.
     """
 
     ops: tuple[Op, ...]
@@ -184,9 +183,7 @@ class OpGraph:
         return self._neighbours((c, v.producer) for v in values for c in v.consumers)
 
     def way_back(self, mask: int) -> int:
-        """Return the operators of a set through which gradients go back to the inputs of the set;
-        none if no operator outside waits for any.
-        """
+        """Operators of a set that gradients pass on their way out of it; none if nobody waits."""
         way = 0
         for op in bits(mask):
             if self.gradient_targets[op] & (way | ~mask):
@@ -270,8 +267,7 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Bytes of a model's parameters and values, which differ where another model has operators of
-    the same names.
+    """Bytes of parameters and values, which tell models with operators of the same names apart.
 
     Attributes:
         parameter_bytes: bytes of all parameters, tied ones counted once.
@@ -285,6 +281,5 @@ class ModelSize:
     def of(graph: OpGraph) -> ModelSize:
         """Compute the size of a model from its graph."""
         return ModelSize(
-            sum(graph.parameter_bytes.values()),
-            sum(value.nbytes for value in graph.values),
+            sum(graph.parameter_bytes.values()), sum(value.nbytes for value in graph.values)
         )

@@ -7,14 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx, nn
 
+from anabranch.graph import flat_program
 from anabranch.graph.call_traits import CallTraits, arguments, base_name, tensor
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    PARAMETER,
-    FlatProgram,
-    gradient_calls,
-    requires_grad,
-)
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.operations import LOOKUPS
 from anabranch.graph.opgraph import BATCH, LookupTable, Op, OpGraph, Parameter, Value
@@ -28,22 +22,22 @@ def build(
     program = traits.program
     owners = dict(zip(traits.calls, grouping.owners, strict=True))
     readers = _readers(program, owners)
-    carriers = gradient_calls(program) if training else set()
+    carriers = flat_program.gradient_calls(program) if training else set()
     read: list[set[str]] = [set() for _ in grouping.names]
     batch_values, values = [], []
     for node in program.graph.nodes:
         source = program.sources.get(node)
-        if source is not None and source.kind == PARAMETER:
+        if source is not None and source.kind == flat_program.PARAMETER:
             for op in readers[node]:
                 read[op].add(source.name)
-        elif source is not None and source.kind == BATCH_LEAF:
+        elif source is not None and source.kind == flat_program.BATCH_LEAF:
             size = _bytes(node) // program.samples
             consumers = tuple(sorted(readers[node]))
             batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
         elif node.op == "call_function" and owners[node] != FREE:
             consumers = tuple(sorted(readers[node] - {owners[node]}))
             if consumers:
-                grad = requires_grad(node) and any(
+                grad = flat_program.requires_grad(node) and any(
                     user in carriers and owners[user] != owners[node] for user in node.users
                 )
                 dim, nbytes = traits.batch_dim(node), _bytes(node)
@@ -69,7 +63,9 @@ def build(
     return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
 
 
-def _readers(program: FlatProgram, owners: Mapping[fx.Node, int]) -> dict[fx.Node, set[int]]:
+def _readers(
+    program: flat_program.FlatProgram, owners: Mapping[fx.Node, int]
+) -> dict[fx.Node, set[int]]:
     """Per node, the operators that read it, directly or through calls that are copied to them."""
     readers: dict[fx.Node, set[int]] = defaultdict(set)
     for node in reversed(list(program.graph.nodes)):
@@ -87,10 +83,6 @@ def _bytes(node: fx.Node) -> int:
     return value.numel() * value.element_size()
 
 
-_SUMS = (0, 1)
-"""Modes of a bag whose gradient may be sparse, the sum and the mean; not the maximum."""
-
-
 def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     """Parameters that are only looked up in, by rows that the batch names, so that they have
     gradients there alone; sparse ones where ``nn.Embedding`` is told so (``sparse=True``).
@@ -98,7 +90,7 @@ def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     tables_by_name = {}
     for node, source in traits.program.sources.items():
         weight = tensor(node)
-        if source.kind != PARAMETER or weight is None or weight.dim() != 2:
+        if source.kind != flat_program.PARAMETER or weight is None or weight.dim() != 2:
             continue
         lookups = [_lookups(user, node, traits) for user in node.users]
         if lookups and all(lookups):
@@ -127,7 +119,7 @@ def _may_be_sparse(call: fx.Node) -> bool:
     options = arguments(call)
     if options["scale_grad_by_freq"] or options.get("per_sample_weights") is not None:
         return False
-    return options.get("mode") in (None, *_SUMS)
+    return options.get("mode") in (None, 0, 1)  # a bag's sum or mean, not its maximum
 
 
 def make_sparse(graph: fx.Graph) -> int:

@@ -105,9 +105,7 @@ class PortMap:
         return sorted(with_grad, key=lambda use: (-use[0], use[1])), without
 
     def runs(self, uses: list[Use]) -> list[tuple[int, list[Use]]]:
-        """Uses that share an alias, with their stage, in the order in which they are added; all of
-        a stage where no order is kept.
-        """
+        """Uses that share an alias, by stage, in the order of the sum where that is kept."""
         if not self.exact:
             by_stage: dict[int, list[Use]] = defaultdict(list)
             for use in uses:

@@ -26,10 +26,11 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
-from anabranch.graph.module_state import device_of, only_frozen
+from anabranch.graph.module_state import device_of
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
+from anabranch.remembered import remembered
 
 
 def jump(
@@ -98,18 +99,12 @@ class Programs:
         self.signature = signature
         self.exporter = exporter
         self._whole_batch = whole_batch
-        self._alike: set[int] = set()
         self._made = {(program.samples, exporter.device): program for program in made}
 
     @property
     def samples(self) -> int:
         """Number of samples of the example (2 where it had one)."""
         return self.exporter.samples
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Parameters that were not trainable when the module was captured."""
-        return self.exporter.frozen
 
     @property
     def device(self) -> torch.device:
@@ -138,39 +133,34 @@ class Programs:
         if accelerator.is_on_accelerator(place) and not accelerator.count(place.type):
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
-            with only_frozen(self.module, self.frozen):
-                program = self.exporter.program(samples, place)
-                self._require_same(program)
-                program = self._whole_batch.put_in(program)
-                self._made[samples, place] = unfold(program, self.folded)
+            program = self.exporter.program(samples, place)
+            self._require_same(program)
+            program = self._whole_batch.put_in(program)
+            self._made[samples, place] = unfold(program, self.folded)
         return self._made[samples, place]
 
+    @remembered
     def require_alike(self, samples: int) -> None:
         """Raise CaptureError if the module does something else with a whole batch of so many
-        samples than with slices of it. Where it does not run with so many, only slices are
-        computed.
+        samples than with slices of it. Where it does not run with so many, slices are all there is.
         """
-        if samples in self._alike or self.exporter.is_general(samples):
+        if self.exporter.is_general(samples):
             return
-        self._alike.add(samples)
-        with only_frozen(self.module, self.frozen):
-            try:
-                program = self.exporter.program(samples, self.exporter.device)
-            except CaptureError:
-                return
-            self._require_same(program)
+        try:
+            program = self.exporter.program(samples, self.exporter.device)
+        except CaptureError:
+            return
+        self._require_same(program)
 
     def _require_same(self, program: FlatProgram) -> None:
         """Raise CaptureError if a program has other calls than the example's, or other numbers."""
         here, there = _counted(self.samples), _counted(program.samples)
         require_same_calls(self.module, self.signature, program, known=here, unknown=there)
-        if not self.exporter.apart:
+        if not self.exporter.fixed:
             return
-        with only_frozen(self.module, self.frozen):
-            first, twice = (
-                self.exporter.program(count * self.samples, self.exporter.device)
-                for count in (1, 2)
-            )
+        first, twice = (
+            self.exporter.program(count * self.samples, self.exporter.device) for count in (1, 2)
+        )
         if (difference := jump(first, twice, program)) is not None:
             call, known, number = difference
             raise CaptureError(
@@ -198,7 +188,8 @@ class Programs:
         if own == names or program is None:
             return own
         # Statistics of no tensor are those of the number of samples.
-        return own | program.leaves or frozenset(self.exporter.layout.names[:1])
+        read = {s.name for s in program.sources.values() if s.kind == BATCH_LEAF}
+        return own | read or frozenset(self.exporter.layout.names[:1])
 
     def with_statistics(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -232,9 +223,7 @@ class Programs:
         place: torch.device | None = None,
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs or other values of a program for a batch, on the module's parameters and
-        buffers.
-        """
+        """Outputs or other values of a program for a batch, on the module's own state."""
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:

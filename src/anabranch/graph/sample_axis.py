@@ -15,18 +15,18 @@ Other operations that keep the folded size are taken to keep its order, unless k
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from anabranch.graph.call_traits import arguments, base_name, dims_along, keyed, tensor
+from anabranch.graph import operations
+from anabranch.graph.call_traits import arguments, base_name, dims_along, is_integer, keyed, tensor
 from anabranch.graph.flat_program import CallKey, FlatProgram
-from anabranch.graph.operations import KEEPS_ORDER, LOOKUPS, RANDOM, words
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
-_REORDER = words(
+_REORDER = operations.words(
     """
     cat stack concat index_select gather flip roll repeat sort argsort topk index_copy index_add
     index_reduce scatter scatter_add scatter_reduce masked_scatter
@@ -79,15 +79,13 @@ def sample_axes(
 
 
 def is_order_known(node: fx.Node) -> bool:
-    """True for an operation that keeps folded samples in order, or is among those that
-    ``sample_axes`` knows to reorder them.
-    """
+    """True for operations that keep folded samples in order, or are known to reorder them."""
     if base_name(node) == "getitem":
         (node,) = node.all_input_nodes
     name = base_name(node).rstrip("_")
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in (*_VIEWS, *_REORDER):
         return True
-    return name in KEEPS_ORDER or any(word in name for word in RANDOM)
+    return name in operations.KEEPS_ORDER or any(word in name for word in operations.RANDOM)
 
 
 def _axis(
@@ -113,11 +111,7 @@ def _axis(
 
 
 def _viewed(
-    source: fx.Node,
-    here: torch.Tensor,
-    dim: int,
-    samples: int,
-    axes: dict[fx.Node, SampleAxis],
+    source: fx.Node, here: torch.Tensor, dim: int, samples: int, axes: dict[fx.Node, SampleAxis]
 ) -> SampleAxis:
     """A view counts through the same elements in the same order."""
     axis, before = axes.get(source), tensor(source)
@@ -132,11 +126,7 @@ def _viewed(
 
 
 def _kept(
-    node: fx.Node,
-    here: torch.Tensor,
-    dim: int,
-    samples: int,
-    axes: dict[fx.Node, SampleAxis],
+    node: fx.Node, here: torch.Tensor, dim: int, samples: int, axes: dict[fx.Node, SampleAxis]
 ) -> SampleAxis:
     """Folded as in the inputs that have the same folded size, or that are joined to it."""
     size, rank = here.shape[dim], here.dim()
@@ -155,7 +145,7 @@ def _kept(
             inner_sizes.add(axis.inner if axis.dim == dim or not joined else 0)
     if size == samples:
         return SampleAxis(dim)
-    if not (has_samples or any(word in base_name(node) for word in RANDOM)):
+    if not (has_samples or any(word in base_name(node) for word in operations.RANDOM)):
         return SampleAxis(dim, trouble=MADE)
     if (_reorders(node, dim, rank, axes) and not joined) or len(inner_sizes) != 1:
         return SampleAxis(dim, trouble=UNORDERED)
@@ -168,7 +158,7 @@ def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis
     if name in ("index", "index_put"):
         indices = [index for index in arguments(node)["indices"] if index in axes]
         return any(axes[index].dim >= 0 and not is_in_order(index) for index in indices)
-    if name in LOOKUPS:
+    if name in operations.LOOKUPS:
         return axes.get(arguments(node)["weight"], SampleAxis(-1)).dim >= 0
     if name in ("pad", "constant_pad_nd"):
         return any(arguments(node)["pad"][2 * (rank - 1 - dim) :][:2])
@@ -188,3 +178,53 @@ def is_in_order(index: fx.Node) -> bool:
     options = arguments(index)
     from_zero = options.get("start", 0) == 0 and options.get("step", 1) == 1
     return base_name(index) == "arange" and from_zero
+
+
+def is_index(node: fx.Node, index: fx.Node, axes: Mapping[fx.Node, SampleAxis]) -> bool:
+    """True if a call reads a value as places of samples (``arange(n)``), those in its slice."""
+    options, source = arguments(node), node.all_input_nodes[0]
+    dim, value = axes.get(source, SampleAxis(-1)).dim, tensor(source)
+    indices = options.get("indices", options.get("index"))
+    if isinstance(indices, list | tuple):
+        return is_integer(index) and index in indices and indices.index(index) == dim
+    is_along = value is not None and dim in dims_along(node, value.dim())
+    return (indices is index and is_along) or options.get("offsets") is index
+
+
+def is_across(
+    node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int, known: Collection[fx.Node]
+) -> bool:
+    """True for an operation across the samples of its first input whose result has samples.
+
+    Args:
+        known: inputs that are known before the forward begins.
+    """
+    source, name = node.all_input_nodes[0], base_name(node).rstrip("_")
+    axis, value = axes.get(source, SampleAxis(-1)), tensor(source)
+    if value is None:
+        return False
+    dim, rank, options = axis.dim, value.dim(), arguments(node)
+    if axis.trouble == RAGGED:
+        dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
+    if dim < 0:
+        return False
+    index = dict(enumerate(options["indices"])).get(dim) if name == "index" else None
+    if name in ("gather", "index_select") and dim in dims_along(node, rank):
+        index = options["index"]
+    if index is not None and not is_in_order(index):
+        # What is known of the batch alone names samples of all of it.
+        place, is_sample = axes[index], value.shape[dim] == samples
+        is_known = index in known and place.dim >= 0 and not place.trouble
+        return axis.trouble == RAGGED or (is_known and is_sample)
+    if name in operations.ALONG | operations.SCATTERS:
+        return dim in dims_along(node, rank)
+    if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
+        return dim >= rank - len(options["normalized_shape"])
+    if (
+        name in ("group_norm", "native_group_norm", "instance_norm")
+        or name in operations.CONVOLUTIONS
+    ):
+        return dim > 0
+    if name in operations.RECURRENT:
+        return dim == bool(options.get("batch_first", True))
+    return ("scaled_dot_product" in name or name in ("tril", "triu")) and dim >= rank - 2

@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.across_samples import is_across, is_index
+from anabranch.graph import operations
 from anabranch.graph.call_traits import (
     arguments,
     base_name,
@@ -50,19 +50,7 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
-from anabranch.graph.operations import (
-    ALIKE,
-    ARITHMETIC,
-    BATCH_NORMS,
-    BY_CLASS,
-    COUNTS,
-    LINEAR,
-    PRODUCTS,
-    RANDOM,
-    REDUCED,
-    SCATTERS,
-)
-from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
+from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_across, is_index, sample_axes
 
 _TOTALS = ("sum", "mean")
 """Kinds of values that slices have instead of samples, and that add up."""
@@ -119,10 +107,6 @@ class _Follower:
         """The samples of a value; none in what is no tensor."""
         return self.axes.get(node, SampleAxis(-1))
 
-    def is_place(self, node: fx.Node, index: fx.Node) -> bool:
-        """True if a call reads a value as places of samples."""
-        return is_index(node, index, self.axes)
-
     def mixes(self, node: fx.Node) -> bool:
         """True for an operation across samples whose result has samples."""
         known = [n for n in node.all_input_nodes if self.flows[n].known]
@@ -150,7 +134,7 @@ class _Follower:
         value = tensor(node)
         if not any(f.counts for f in inputs) or value is None:
             return flow
-        is_weight = base_name(node).rstrip("_") in ARITHMETIC and value.requires_grad
+        is_weight = base_name(node).rstrip("_") in operations.ARITHMETIC and value.requires_grad
         if is_weight and any(f.kind in ("samples", *_TOTALS) for f in inputs):
             self.coupling.append(node)
             has_axis = self.axis(node).dim >= 0
@@ -160,7 +144,7 @@ class _Follower:
     def followed(self, node: fx.Node) -> Flow:
         read = value_inputs(node)
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
-        is_random = any(word in base_name(node) for word in RANDOM)
+        is_random = any(word in base_name(node) for word in operations.RANDOM)
         known = all(self.flows[source].known for source in read) and not is_random
         axis = self.axis(node)
         # Where rows of the whole batch are put in, they are as a tensor of the batch is.
@@ -174,9 +158,7 @@ class _Follower:
     def sliced(
         self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool
     ) -> Flow | None:
-        """The flow of a value that slices of a batch tell, with statistics of the whole batch put
-        in; None for others.
-        """
+        """Flow of a value that slices tell, with statistics of the batch put in; or None."""
         kinds = {flow.kind for flow in inputs}
         if axis.trouble == PAIRS or "coupled" in kinds:
             return None
@@ -188,7 +170,7 @@ class _Follower:
         if (
             known
             and axis.trouble != RAGGED
-            and (is_part or not all(self.is_place(node, n) for n in rows))
+            and (is_part or not all(is_index(node, n, self.axes) for n in rows))
         ):
             return None
         if tensor(node) is None:
@@ -258,7 +240,7 @@ class _Follower:
             value is not None
             and not value.requires_grad
             and any(axis.trouble not in ("", PAIRS, RAGGED) for axis in axes)
-            and (not value.is_floating_point() or base_name(node).rstrip("_") in COUNTS)
+            and (not value.is_floating_point() or base_name(node).rstrip("_") in operations.COUNTS)
         )
 
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow | None:
@@ -266,7 +248,7 @@ class _Follower:
         if axis.dim >= 0:
             is_place = bool(axis.trouble) and is_integer(node)
             name = base_name(node)
-            is_alike = name in ALIKE or any(word in name for word in RANDOM)
+            is_alike = name in operations.ALIKE or any(word in name for word in operations.RANDOM)
             is_sliced = is_place or (is_alike and self.put_in(node))
             return Flow("samples", known) if is_sliced else None
         changed = self.changed(node)
@@ -277,7 +259,7 @@ class _Follower:
     def several(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
         """Several tensors, each of which ``getitem`` takes out; or a number."""
         name = base_name(node)
-        if name in BATCH_NORMS:
+        if name in operations.BATCH_NORMS:
             self.normalise(node)
         if {flow.kind for flow in inputs} <= {"constant", "statistic"}:
             return Flow("statistic", known)
@@ -296,7 +278,7 @@ class _Follower:
         is_coupled = any(flow.kind in _TOTALS for flow in inputs) or self.mixes(node)
         if is_coupled or not self.put_in(node):
             return None
-        if name in BATCH_NORMS and trains_norm(node):
+        if name in operations.BATCH_NORMS and trains_norm(node):
             self.normalise(node)
         return Flow("samples", known)
 
@@ -309,7 +291,7 @@ class _Follower:
                 continue
             axis = self.axes[source] if self.has_rows(source) else None
             is_place = is_integer(node) and is_integer(source)
-            if axis is None or not (is_place or self.is_place(node, source)):
+            if axis is None or not (is_place or is_index(node, source, self.axes)):
                 self.uses.append(StatisticUse(node, source, share, axis))
         numbers = self.changed(node)
         for name, value in arguments(node).items():
@@ -355,9 +337,9 @@ class _Follower:
         is_first = self.flows[sources[0]].kind in _TOTALS and len(moving) == 1
         is_divided = name == "div" and is_first
         share = is_divided and not is_mean and ("statistic" in kinds or bool(self.changed(node)))
-        if name in LINEAR or name in ("stack", "cat"):
+        if name in operations.LINEAR or name in ("stack", "cat"):
             is_linear = all_move
-        elif name in SCATTERS:
+        elif name in operations.SCATTERS:
             # What is left of a constant is its own mean, and a sum where it is zero.
             is_linear = all_move or is_mean or _is_zero(sources[0])
         elif name in ("add", "sub", "rsub"):
@@ -374,15 +356,17 @@ class _Follower:
     def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow | None:
         """A reduction over the samples."""
         ragged = any(self.axis(n).trouble == RAGGED for n in node.all_input_nodes)
-        if name in REDUCED:
+        if name in operations.REDUCED:
             how = arguments(node).get("reduction")
-            is_mean = how == 1 and not (ragged or (name in BY_CLASS and has_classes(node)))
+            is_mean = how == 1 and not (
+                ragged or (name in operations.BY_CLASS and has_classes(node))
+            )
             return Flow("mean" if is_mean else "sum", known) if is_mean or how == 2 else None
         if name == "mean":
             return None if ragged else Flow("mean", known)
         from_zero = not name.endswith("_add") or _is_zero(node.args[0])
-        is_count = name in COUNTS and not ragged and from_zero
-        is_sum = is_count or name == "sum" or (name in PRODUCTS and len(moving) == 2)
+        is_count = name in operations.COUNTS and not ragged and from_zero
+        is_sum = is_count or name == "sum" or (name in operations.PRODUCTS and len(moving) == 2)
         return Flow("sum", known) if is_sum else None
 
 

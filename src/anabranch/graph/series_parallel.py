@@ -120,13 +120,9 @@ def _decompose(graph: OpGraph, mask: int) -> Node:
         return Series(tuple(_decompose(graph, part) for part in parts))
     before = _sparsest_cut(graph, mask)
     halves = (_decompose(graph, before), _decompose(graph, mask & ~before))
-    return Series(tuple(child for half in halves for child in _unforced(half)), forced=True)
-
-
-def _unforced(node: Node) -> tuple[Node, ...]:
-    # Series in series is one series; which part of it was forced does not matter to anyone
-    # further down.
-    return node.children if isinstance(node, Series) else (node,)
+    # Series in series is one series, wherever in it the order was added.
+    children = [half.children if isinstance(half, Series) else (half,) for half in halves]
+    return Series((*children[0], *children[1]), forced=True)
 
 
 def _components(graph: OpGraph, mask: int) -> list[int]:

@@ -13,8 +13,7 @@ they need, and the model's own parameters. What crosses a stage boundary goes th
 One port per value and consuming stage makes gradients right. Gradients bitwise those of one process
 (``exact``) need a port for each use that autograd would add on its own; the producer adds what
 comes back in the order of one process (``gradient_order``). The uses that are added first may be
-summed where they are, because ((g3 + g2) + g1) begins with their sum. The same holds for a
-parameter that several stages read.
+summed where they are, because ((g3 + g2) + g1) begins with their sum; so are shared parameters.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
     order; ``exact`` makes gradients bitwise those of one process.
 
     Raises:
-        ValueError: if the stages do not hold every operator exactly once, or a value would flow to
-            an earlier stage.
+        ValueError: unless stages hold every operator exactly once, and values flow to later stages.
     """
     graph = captured.graph
     stage_of: dict[int, int] = {}

@@ -3,8 +3,7 @@
 Checks of the data that do nothing but raise are left out (``without_raising_guards``),
 ``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), what is computed without
 gradients under autocast is detached (``NoGradUnderAutocast``), and library code that tracing cannot
-follow is replaced by code with the same values (``library_rules``). The rules of vision-language
-models are in ``multimodal``.
+follow is replaced by code with the same values (``library_rules``); see also ``multimodal``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -77,8 +76,7 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     batch to batch. Only where it depends on nothing but sizes (``positions.diff().ne(1).any()`` of
     an ``arange``) is its truth known.
 
-    A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
-    of a symbol.
+    A number that a tensor is asked for (``item``) is compared as a symbol, whose truth is asked.
     """
     tensors: Any = torch.Tensor
     symbols: Any = torch.SymBool
@@ -223,7 +221,7 @@ def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.ex
 
 
 @contextlib.contextmanager
-def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+def data_as_detached(refuse: Callable[[], Any]) -> Iterator[None]:
     """Inside, code that is not PyTorch's reads ``tensor.detach()`` as ``tensor.data``; ``refuse``
     is called where it assigns to it.
 
@@ -287,9 +285,7 @@ def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _unless_moved(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """``Module.to`` and the like, which would write to parameters also where all of them have that
-    device and type.
-    """
+    """``Module.to`` and the like, without writes where all tensors have that device and type."""
 
     def applied(self: nn.Module, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with disable_proxy_modes_tracing():

@@ -31,8 +31,7 @@ def folded(
     reordering: Collection[CallKey] = (),
 ) -> Folded:
     """Calls with folded samples that another module reads; or the ``known`` ones in a program of
-    another mode or other sizes. ``other`` has twice the samples; ``reordering`` as in
-    ``sample_axes``.
+    another mode or other sizes. ``other`` and ``reordering`` as in ``sample_axes``.
     """
     traits, axes = CallTraits(program, other), sample_axes(program, other, reordering)
     result = {}

@@ -106,9 +106,7 @@ def _is_small(node: fx.Node, program: FlatProgram, flow: SampleFlow) -> bool:
 
 
 def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
-    """Let the readers of sums have them from rows, in place; ``calls`` are those that the positions
-    of the sums count.
-    """
+    """Let readers of sums have them from rows, in place; ``sums`` are positions in ``calls``."""
     behind = dict[fx.Node, None]()
     for position, is_mean in sums:
         value = calls[position]
@@ -192,9 +190,7 @@ class WholeBatch:
         return tuple(f"statistic of the batch {i}" for i in range(len(self.statistics)))
 
     def put_in(self, program: FlatProgram) -> FlatProgram:
-        """The program of a slice, which reads the statistics as tensors of the batch, and sums of
-        the batch as rows.
-        """
+        """The program of a slice, with statistics as tensors of the batch and its sums as rows."""
         calls, nodes = program.calls, list(program.graph.nodes)
         values = [
             _number(nodes[s.position], s.argument) if s.argument else nodes[s.position]
@@ -236,9 +232,7 @@ class WholeBatch:
 
 
 def _as_rows(value: Tensor, statistic: Statistic, samples: int) -> Tensor:
-    """A statistic with one row per sample, ``[n, ...]``; of samples at a place in a dimension
-    ``[n, ..., outer, inner, ...]``.
-    """
+    """A statistic as rows ``[n, ...]``; of folded samples ``[n, ..., outer, inner, ...]``."""
     if (axis := statistic.axis) is not None:
         sizes = (-1, samples, axis.inner)
         return torch.unflatten(value, axis.dim, sizes).movedim(axis.dim + 1, 0)

@@ -1,16 +1,14 @@
 """Writes into memory that has several names, as new values.
 
 A program is analysed and cut by who reads what. A write through a view, ``t[:, 0] = -100``, has no
-reader: who reads ``t`` afterwards does not name it. So the write makes a new value, which is read
-from then on::
+reader: who reads ``t`` afterwards does not name it. So the write makes a value that is read then::
 
     v = select(t, 1, 0)                       v = select(t, 1, 0)
     fill_(v, -100)                            f = full_like(v, -100)
     loss(t)                        ->         u = select_scatter(t, f, 1, 0)
                                               loss(u)
 
-Parameters, buffers and tensors of the batch stay what is written to, and so does what is written
-under ``no_grad`` or at random.
+Parameters, buffers, batches, and writes under ``no_grad`` or at random stay as they are.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ def writes_first(target: Any) -> bool:
 
 
 def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None:
-    """What the first argument of a write (``writes_first``) is after it, as a value of its own;
-    None if there is no such operation.
-    """
+    """The written argument of a write (``writes_first``) as a new value; None if there is none."""
     name, (changed, *others) = target._schema.name.removeprefix("aten::").rstrip("_"), args
     if "::" in name or any(word in name for word in RANDOM):
         return None
@@ -70,9 +66,7 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """The views, and writes, that lead to a node from the value whose memory it is in, which is
-    the first of them.
-    """
+    """Views and writes that lead to a node, from the value whose memory it is in."""
     path = [node]
     while (source := _source(path[0])) is not None:
         path.insert(0, source)

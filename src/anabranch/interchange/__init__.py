@@ -1,3 +1,1 @@
-"""Chain plans in PyTorch's own forms: stages as plain modules, schedules for its pipelining, names
-for torchtitan.
-"""
+"""Chain plans in PyTorch's forms: stages as modules, schedules for its pipelining, torchtitan."""

@@ -245,12 +245,6 @@ class _Builder:
         self.called[name] = self.captured.module.get_submodule(name)
         return True
 
-    @property
-    def after_placeholders(self) -> fx.Node:
-        """First node that is no placeholder."""
-        nodes: Iterable[fx.Node] = self.graph.nodes
-        return next(node for node in nodes if node.op != "placeholder")
-
     def finish(self, program: StageProgram) -> fx.GraphModule:
         """Return the module, with the tensors of the batch as one argument."""
         output = self.graph.output_node()
@@ -260,7 +254,8 @@ class _Builder:
                 loss: Any = results[-1]
                 results = (self.graph.call_function(torch.ops.aten.reshape, (loss, [1])),)
         output.args = (results[0] if len(results) == 1 else results,)
-        with self.graph.inserting_before(self.after_placeholders):
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first):
             batch = self.graph.placeholder("batch", default_value=None)
             for leaf, name in zip(self.leaves, program.batch, strict=True):
                 read = self.graph.call_function(operator.getitem, (batch, name))

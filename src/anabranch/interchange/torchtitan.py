@@ -18,8 +18,7 @@ SCHEDULE_FILE = "schedule.csv"
 def torchtitan_options(plan: Plan, captured: Captured, chain: StageChain) -> dict[str, Any]:
     """Return sections of torchtitan's configuration.
 
-    ``model_part`` is the submodule that is torchtitan's model, of which names are given; empty if
-    that is the whole module.
+    ``model_part`` is the submodule that is torchtitan's model; empty for the whole module.
 
     Raises:
         NotExpressibleError: with every reason why torchtitan has no form for the plan.

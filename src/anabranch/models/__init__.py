@@ -38,8 +38,7 @@ def build(
 
     Args:
         name: a key of ``MODELS``.
-        preset: ``published`` (the paper's sizes) or ``small`` (steps of well under a second on one
-            processor core).
+        preset: ``published`` (the paper's sizes) or ``small`` (quick steps on one processor core).
         options: size -> its value as text, such as ``{"branches": "2"}``.
         meta: without memory for parameters or values in the example, for planning only.
 

@@ -37,10 +37,7 @@ class CandleUnoSizes(Sizes):
     seed: int = 0
 
 
-PRESETS = {
-    "published": CandleUnoSizes(),
-    "small": CandleUnoSizes(features=64, width=128),
-}
+PRESETS = {"published": CandleUnoSizes(), "small": CandleUnoSizes(features=64, width=128)}
 
 
 class CandleUno(nn.Module):

@@ -20,15 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from anabranch.models import workload_builders
 from anabranch.models.layers import FeedForward, of_answers
 from anabranch.models.sizes import Sizes
-from anabranch.models.workload_builders import (
-    SYNTHETIC,
-    Draw,
-    prototypes,
-    synthetic_workload,
-    under_noise,
-)
 from anabranch.workload import Batch, Workload
 
 
@@ -112,9 +106,7 @@ class DLRM(nn.Module):
     def forward(
         self, dense: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor], target: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """``dense``: per branch [samples, features]; ``sparse``: per table [samples, bag] rows;
-        ``target``: [samples], 0 or 1.
-        """
+        """``dense``: [samples, features] each, ``sparse``: [samples, bag], ``target``: 0 or 1."""
         joined = torch.cat(
             [branch(x) for branch, x in zip(self.dense, dense, strict=True)]
             + [table(x) for table, x in zip(self.sparse, sparse, strict=True)],
@@ -123,20 +115,20 @@ class DLRM(nn.Module):
         return of_answers(self.head(self.top(joined)).squeeze(-1), target)
 
 
-def clicks(sizes: DLRMSizes) -> Draw:
+def clicks(sizes: DLRMSizes) -> workload_builders.Draw:
     """Draws clicks, even odds; dense features show them as a pattern, rows by more odd numbers."""
-    patterns = prototypes(sizes.dense_branches, sizes.features, sizes.seed)
+    patterns = workload_builders.prototypes(sizes.dense_branches, sizes.features, sizes.seed)
 
     def draw(samples: int, generator: torch.Generator) -> Batch:
         target = torch.randint(2, (samples,), generator=generator)
         sign = 2.0 * target - 1.0
         dense = [
-            under_noise(torch.outer(sign, pattern), (sizes.features,), generator)
+            workload_builders.under_noise(torch.outer(sign, pattern), (sizes.features,), generator)
             for pattern in patterns
         ]
         shape = (sizes.sparse_branches, samples, sizes.bag)
         rows = torch.randint(sizes.rows, shape, generator=generator)
-        telling = torch.rand(shape, generator=generator) < SYNTHETIC.signal
+        telling = torch.rand(shape, generator=generator) < workload_builders.SYNTHETIC.signal
         rows = torch.where(telling, rows - rows % 2 + target[:, None], rows)
         rows = rows.clamp(max=sizes.rows - 1)
         return {"dense": dense, "sparse": list(rows), "target": target.float()}
@@ -146,7 +138,7 @@ def clicks(sizes: DLRMSizes) -> Draw:
 
 def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
     """DLRM on synthetic clicks."""
-    return synthetic_workload(
+    return workload_builders.synthetic_workload(
         "dlrm",
         lambda: DLRM(
             [sizes.features] * sizes.dense_branches,

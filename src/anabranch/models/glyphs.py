@@ -5,8 +5,7 @@
     name  -> words  --> transformer layers -> largest over words  ---+
 
 Both towers have the same layers and nearly the same number of tokens (16 patches, 12 words), so
-they take about equally long. Each sample is judged by itself, so its loss does not depend on the
-micro-batch that it is in.
+they take about equally long. Each sample is judged by itself, whatever its micro-batch.
 """
 
 from __future__ import annotations

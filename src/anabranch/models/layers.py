@@ -11,9 +11,7 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with dropout of its weights; causal, a position sees only those
-    before it.
-    """
+    """Multi-head self-attention with dropout of its weights; causal ones see no later position."""
 
     def __init__(self, hidden: int, heads: int, dropout: float = 0.0, *, causal: bool = False):
         super().__init__()

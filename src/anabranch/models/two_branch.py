@@ -35,10 +35,7 @@ class TwoBranchSizes(Sizes):
     seed: int = 0
 
 
-PRESETS = {
-    "published": TwoBranchSizes(),
-    "small": TwoBranchSizes(sequence=16, hidden=64, heads=4),
-}
+PRESETS = {"published": TwoBranchSizes(), "small": TwoBranchSizes(sequence=16, hidden=64, heads=4)}
 
 
 class Block(nn.Module):

@@ -26,8 +26,7 @@ class SyntheticData:
         steps_per_epoch: batches of an epoch.
         eval_batches: held-out batches.
         eval_epoch: epoch of the held-out batches, which training does not come to.
-        signal: standard deviation of the pattern against noise of 1: learned in dozens of
-            steps, not in one.
+        signal: standard deviation of the pattern against noise of 1, for dozens of steps.
         example_samples: samples of a workload's example.
     """
 
@@ -133,9 +132,7 @@ def synthetic_workload(
 def branches_workload(
     name: str, make: Callable[[], nn.Module], sizes: Any, *, meta: bool
 ) -> Workload:
-    """A workload of branches over sequences: each class is a pattern that all branches show under
-    noise.
-    """
+    """Branches over sequences, which all show the pattern of the class under noise."""
     shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
     return synthetic_workload(
         name,

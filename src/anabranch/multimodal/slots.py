@@ -32,8 +32,7 @@ class Inputs:
 
     Attributes:
         tensors: name -> one entry per image.
-        rows: per image, the rows of its slot that its tokens take, in order; -1 for the last row of
-            a sample.
+        rows: per image, the rows of its slot that its tokens take in order; -1: last of a sample.
         slot_rows: rows of a slot's features.
         per_sample: images of each sample, where the batch tells.
     """
@@ -42,11 +41,6 @@ class Inputs:
     rows: Sequence[Tensor]
     slot_rows: int
     per_sample: Sequence[int] | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each image."""
-        return [len(rows) for rows in self.rows]
 
     def none(self) -> Inputs:
         """A batch of the same sizes without any image."""
@@ -94,7 +88,7 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
     Raises:
         DataError: if a sample's tokens are not as many as the features of its inputs.
     """
-    lengths, counts, first = inputs.lengths, [], 0
+    lengths, counts, first = [len(rows) for rows in inputs.rows], [], 0
     for sample, wanted in enumerate(tokens):
         stop, features = first, 0
         if inputs.per_sample is not None:
@@ -123,8 +117,7 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
 
 
 def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extra: int) -> Tensor:
-    """Per token, the row of its feature among those of the samples that share slots; 0 for other
-    tokens.
+    """Per token, the row of its feature among those of samples that share slots; 0 for others.
 
     Args:
         extra: rows of a sample after those of its slots, the last of which -1 stands for.
@@ -178,9 +171,7 @@ def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
 
 
 def take_rows(features: Tensor, index: Tensor, share: int) -> Tensor:
-    """Rows of samples, ``[samples, rows, d]``, for their tokens, ``[samples, tokens]``, counted
-    through the samples that share them.
-    """
+    """Rows ``[samples, rows, d]`` by index ``[samples, tokens]``, through ``share`` samples."""
     if share > 1:
         taken: Tensor = _operator()(features, index, share)
         return taken
@@ -203,9 +194,7 @@ def _grouped(features: Tensor, index: Tensor, share: int) -> tuple[Tensor, Tenso
 
 @cache
 def _operator() -> Any:
-    """An operator of its own: what samples share stays within a micro-batch, which a graph of
-    operations does not show.
-    """
+    """An operator of its own, as a graph would not show what samples of a micro-batch share."""
 
     @torch.library.custom_op("anabranch::take_rows", mutates_args=())
     def take(features: Tensor, index: Tensor, share: int) -> Tensor:
@@ -217,17 +206,6 @@ def _operator() -> Any:
         _require_multiple(index.shape[0], share)
         return features.new_empty(*index.shape, features.shape[-1])
 
-    @torch.library.custom_op("anabranch::put_rows", mutates_args=())
-    def put(gradient: Tensor, index: Tensor, rows: int, share: int) -> Tensor:
-        width = gradient.shape[-1]
-        result = gradient.new_zeros(index.shape[0], rows, width)
-        grouped, at = _grouped(result, index, share)
-        return grouped.scatter_add(1, at, gradient.reshape(at.shape)).reshape(result.shape)
-
-    @put.register_fake
-    def _(gradient: Tensor, index: Tensor, rows: int, share: int) -> Tensor:
-        return gradient.new_empty(index.shape[0], rows, gradient.shape[-1])
-
     def keep(ctx: Any, inputs: Any, output: Tensor) -> None:
         features, index, ctx.share = inputs
         ctx.rows = features.shape[1]
@@ -235,7 +213,10 @@ def _operator() -> Any:
 
     def back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return put(gradient, index, ctx.rows, ctx.share), None, None
+        result = gradient.new_zeros(index.shape[0], ctx.rows, gradient.shape[-1])
+        grouped, at = _grouped(result, index, ctx.share)
+        added = grouped.scatter_add(1, at, gradient.reshape(at.shape))
+        return added.reshape(result.shape), None, None
 
     take.register_autograd(back, setup_context=keep)
     return take

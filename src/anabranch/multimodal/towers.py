@@ -1,5 +1,4 @@
-"""Families of models whose images go through a tower one by one: LLaVA, PaliGemma, InternVL,
-Idefics3, Gemma3.
+"""Families whose images go through a tower singly: LLaVA, PaliGemma, InternVL, Idefics3, Gemma3.
 
 A sample has as many slots for images as the batch asks for; slots without an image hold zeros. No
 token reads their features, so they change nothing but the time.
@@ -48,9 +47,7 @@ class VisionTower:
         return Inputs({"pixel_values": pixels}, [rows] * len(pixels), count)
 
     def features(self, model: nn.Module, shape: tuple[int, ...]) -> int:
-        """Features of an image ``[3, height, width]``, or of tiles of one, by the model's own code
-        without values.
-        """
+        """Features of an image ``[3, height, width]`` or of tiles, by the model's code on meta."""
         known = _FEATURES.setdefault(model, {})
         if shape not in known:
             bare: Any = on_meta(model)

@@ -32,8 +32,7 @@ class DataSheet:
 
     Attributes:
         flops: operations per second (a multiplication and an addition are two) by number format:
-            torch's names, and ``tf32`` for float32 tensors on tensor cores. What is not listed
-            runs as float32.
+            torch's names, and ``tf32`` for float32 on tensor cores. Others run as float32.
         bandwidth: bytes per second of its memory.
         processors: streaming multiprocessors.
         launch_s: seconds that each kernel takes at least, on top of its work, in a full queue.

@@ -19,24 +19,10 @@ from torch.fx.experimental import _config
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
+from anabranch.profile import kernel_trace, operator_runner
 from anabranch.profile.data_sheets import DATA_SHEETS
-from anabranch.profile.kernel_trace import (
-    FEW,
-    MANY,
-    Kernel,
-    KernelTrace,
-    Precision,
-    TracedModel,
-    checked_counts,
-)
 from anabranch.profile.kernels import MetaRun, Recorder, cannot_estimate
 from anabranch.profile.operator_bytes import BytesObserver
-from anabranch.profile.operator_runner import (
-    example_batch,
-    operator_programs,
-    run_operators,
-    workable_counts,
-)
 from anabranch.profile.profile import Profile
 
 
@@ -45,7 +31,7 @@ def estimate(
     device: str = "v100",
     samples: Sequence[int] = (1, 2, 4, 8, 16, 32),
     *,
-    precision: Precision = "float32",
+    precision: kernel_trace.Precision = "float32",
 ) -> Profile:
     """Estimate the operators of a captured model.
 
@@ -61,9 +47,9 @@ def estimate(
     Raises:
         ValueError: for an unknown device or precision, or sample counts that are not positive.
     """
-    counts = checked_counts(device, samples, precision)
-    if counts[0] < FEW:
-        counts = workable_counts(captured, counts, torch.device("meta"))
+    counts = kernel_trace.checked_counts(device, samples, precision)
+    if counts[0] < kernel_trace.FEW:
+        counts = operator_runner.workable_counts(captured, counts, torch.device("meta"))
     traced = trace(captured)
     if traced.is_affine:
         return traced.profile(device, counts, precision)
@@ -73,22 +59,22 @@ def estimate(
     return traced.with_seconds(counts, seconds, device, precision)
 
 
-def trace(captured: Captured) -> TracedModel:
+def trace(captured: Captured) -> kernel_trace.TracedModel:
     """The kernels of a captured model, also one on the meta device."""
-    few, many = (_kernels(captured, samples) for samples in (FEW, MANY))
-    return TracedModel(captured.graph, few, many)
+    few, many = (_kernels(captured, samples) for samples in (kernel_trace.FEW, kernel_trace.MANY))
+    return kernel_trace.TracedModel(captured.graph, few, many)
 
 
-def _kernels(captured: Captured, samples: int) -> KernelTrace:
+def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
     """The kernels that a step with that many samples launches."""
     meta = torch.device("meta")
-    program = operator_programs(captured, samples, meta)
-    batch = example_batch(captured, samples, meta)
+    program = operator_runner.operator_programs(captured, samples, meta)
+    batch = operator_runner.example_batch(captured, samples, meta)
     tables = {p.name for p in captured.graph.parameters if p.table is not None and p.table.sparse}
     tensors = _meta_tensors(program, tables)
     at_hand = [t for named in tensors for t in named.values()]
     at_hand += [t.grad for t in at_hand if t.grad is not None]
-    seen: list[tuple[int, int, Kernel]] = []
+    seen: list[tuple[int, int, kernel_trace.Kernel]] = []
 
     @contextmanager
     def recorded(op: int, is_backward: bool) -> Iterator[None]:
@@ -109,8 +95,8 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
     # Where a mask chooses entries, all of them: the most that a batch can need.
     settings: Any = _config
     with settings.patch(meta_nonzero_assume_all_nonzero=True):
-        run_operators(program, batch, call, nbytes)
-    return KernelTrace(
+        operator_runner.run_operators(program, batch, call, nbytes)
+    return kernel_trace.KernelTrace(
         tuple(kernel for _, _, kernel in seen),
         tuple(which for which, _, _ in seen),
         tuple(op for _, op, _ in seen),

@@ -1,14 +1,12 @@
 """Kernels of a model on a GPU at two sample counts, from which a data sheet makes a profile.
 
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
-give every other, and the data sheet turns sizes into seconds (``data_sheets``). ``estimate`` makes
-the traces.
+give every other, and the data sheet turns sizes into seconds. ``estimate`` makes the traces.
 
 Of the kernels of a backward, gradients of weights are by how their sizes grow: a matrix product
 over the samples, m x n numbers whatever these are and k with them, as the second product of a
 convolution; a sum over the samples, which leaves something that does not grow; what is added to a
-gradient that is there; and the gradient of a table. All others belong to gradients of inputs, of an
-operator that sends any.
+gradient that is there; and the gradient of a table. Others are of inputs, if an operator sends any.
 """
 
 from __future__ import annotations
@@ -58,9 +56,6 @@ class KernelTrace:
         ops: per kernel its operator.
         kept: per operator, bytes kept for the backward.
         working: per operator, bytes that one of its passes takes besides.
-
-    Raises:
-        ValueError: if these do not fit each other.
     """
 
     kernels: tuple[Kernel, ...]
@@ -68,27 +63,6 @@ class KernelTrace:
     ops: tuple[int, ...]
     kept: tuple[int, ...]
     working: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not len(self.kernels) == len(self.passes) == len(self.ops):
-            raise ValueError(
-                f"{len(self.kernels)} kernels, but {len(self.passes)} passes and "
-                f"{len(self.ops)} operators of them"
-            )
-        if not set(self.passes) <= {0, 1} or not set(self.ops) <= set(range(len(self.kept))):
-            raise ValueError(f"a kernel belongs to none of {len(self.kept)} operators or 2 passes")
-        if len(self.working) != len(self.kept):
-            raise ValueError(
-                f"bytes that {len(self.kept)} operators keep, that {len(self.working)} work with"
-            )
-
-    def is_like(self, other: KernelTrace) -> bool:
-        """True if only the sizes differ."""
-
-        def kinds(trace: KernelTrace) -> list[object]:
-            return [(k.name, k.dtype, len(k.products), k.launches) for k in trace.kernels]
-
-        return (self.ops, self.passes, kinds(self)) == (other.ops, other.passes, kinds(other))
 
     @property
     def nbytes(self) -> Floats:
@@ -137,9 +111,7 @@ class KernelTrace:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Kernels that compute gradients of weights, as shares: of those without matrix products, and
-    of each product.
-    """
+    """Shares of gradients of weights: of kernels without matrix products, and of each product."""
 
     kernels: Floats
     products: Floats
@@ -147,27 +119,20 @@ class Waiting:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A captured model and its kernels at ``FEW`` and ``MANY`` samples.
-
-    Raises:
-        ValueError: if the traces have other operators than the graph.
-    """
+    """A captured model and its kernels at ``FEW`` and ``MANY`` samples."""
 
     graph: OpGraph
     few: KernelTrace
     many: KernelTrace
 
-    def __post_init__(self) -> None:
-        for trace in (self.few, self.many):
-            if len(trace.kept) != len(self.graph):
-                raise ValueError(
-                    f"the graph has {len(self.graph)} operators, the trace {len(trace.kept)}"
-                )
-
     @property
     def is_affine(self) -> bool:
         """True if the same kernels run for both sample counts, from which any other follows."""
-        return self.few.is_like(self.many)
+        few, many = (
+            (t.ops, t.passes, [(k.name, k.dtype, len(k.products), k.launches) for k in t.kernels])
+            for t in (self.few, self.many)
+        )
+        return few == many
 
     @cached_property
     def waiting(self) -> Waiting:
@@ -210,9 +175,7 @@ class TracedModel:
     def with_seconds(
         self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
     ) -> Profile:
-        """A profile of seconds per operator, as ``KernelTrace.seconds`` has them, for each sample
-        count.
-        """
+        """A profile of seconds per operator, see ``KernelTrace.seconds``, for each sample count."""
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
         fixed = fixed_bytes(self.few.kept, kept, FEW)
         working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))

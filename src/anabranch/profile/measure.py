@@ -21,7 +21,6 @@ between them nothing happens.
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 import time
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_map
 from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
-from anabranch.graph.module_state import with_attributes
+from anabranch.graph.module_state import copied, with_attributes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
@@ -61,7 +60,6 @@ def measure(
     repeats: int = 9,
     budget_s: float = 60.0,
     threads: int | None = 1,
-    pool: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure the operators of a captured model.
@@ -76,7 +74,6 @@ def measure(
         budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
             counts that would not fit at all are left out, with a warning.
         threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
-        pool: whether operators with the same operations and shapes share their repeats.
         progress: called with (turns done, turns in all).
 
     Raises:
@@ -112,7 +109,7 @@ def measure(
         benches = _take_turns(
             make, counts, repeats, deadline, progress or (lambda done, total: None)
         )
-    return _profile(captured, benches, device, pool)
+    return _profile(captured, benches, device)
 
 
 class Measurement:
@@ -141,7 +138,7 @@ class Measurement:
 
     def profile(self) -> Profile:
         """By the medians of all turns."""
-        return _profile(self._captured, self._benches, str(self._place), pool=True)
+        return _profile(self._captured, self._benches, str(self._place))
 
 
 class _Bench:
@@ -196,9 +193,7 @@ class _Bench:
                 shares.append(1 - inputs[op] / whole if whole else 0.0)
 
     def cost(self, alike: Sequence[int]) -> tuple[float, float, float]:
-        """Seconds of operators that are alike: forward, backward, and of that the gradients of
-        weights.
-        """
+        """Seconds of operators that are alike: forward, backward, of that gradients of weights."""
         forward, backward, share = (
             statistics.median(s for op in alike for s in figures[op])
             for figures in (self.forward_s, self.backward_s, self.weight_shares)
@@ -299,7 +294,7 @@ _TURN = 3
 """Timed steps in a row."""
 
 
-def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool) -> Profile:
+def _profile(captured: Captured, benches: list[_Bench], device: str) -> Profile:
     first, last = benches[0], benches[-1]
     counts = first.samples, last.samples
     kept = bytes_per_sample(first.kept, last.kept, counts)
@@ -307,13 +302,11 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     working = bytes_per_sample(first.working, last.working, counts)
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
-        key = likeness(captured, step, first.batch) if pool else str(i)
-        groups.setdefault(key, []).append(i)
+        groups.setdefault(likeness(captured, step, first.batch), []).append(i)
     costs: dict[int, OpCost] = {}
     weights = {parameter.name for parameter in captured.graph.parameters if parameter.trainable}
     for alike in groups.values():
-        ways = zip(*(bench.cost(alike) for bench in benches), strict=True)
-        forward, backward, waiting = ways
+        forward, backward, waiting = zip(*(bench.cost(alike) for bench in benches), strict=True)
         if weights.isdisjoint(captured.graph.ops[alike[0]].parameters):
             waiting = (0.0,) * len(benches)
         elif not captured.graph.gradient_targets[alike[0]]:
@@ -343,24 +336,15 @@ class _Copies:
         """The program on the device."""
         if not self._needed:
             return module
-        tensors = module.state_dict(keep_vars=True).values()
-        copied = copy.deepcopy(module, {id(tensor): self._twin(tensor) for tensor in tensors})
-        for node in copied.graph.nodes:
+        program = copied(module, self.device, self._twins)
+        for node in program.graph.nodes:
             # Tensors that the program constructs name their device: arange(..., device="cpu").
             node.args, node.kwargs = tree_map(
                 lambda a: self.device if isinstance(a, torch.device) else a,
                 (node.args, node.kwargs),
             )
-        copied.recompile()
-        return copied
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._twins:
-            twin = tensor.detach().to(self.device, copy=True)
-            if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            self._twins[tensor] = twin
-        return self._twins[tensor]
+        program.recompile()
+        return program
 
 
 @contextmanager

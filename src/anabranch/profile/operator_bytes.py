@@ -35,8 +35,7 @@ class BytesObserver:
 
     Attributes:
         kept: bytes per operator that are kept between its forward and its backward.
-        see: has to be shown every tensor that operations make. Gradients of parameters are among
-            them, but do not grow with the samples.
+        see: has to be shown every tensor that operations make, gradients of parameters included.
     """
 
     def __init__(
@@ -78,9 +77,7 @@ class BytesObserver:
 
     @contextmanager
     def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
-        """Around its backward, which the gradients of its outputs have been made for; left out
-        where none has arrived.
-        """
+        """Around its backward, if the gradients of its outputs have arrived."""
         before = self._storages.restart()
         with self._around(op, True):
             yield
@@ -89,9 +86,7 @@ class BytesObserver:
 
     @property
     def working(self) -> list[int]:
-        """Per operator, the most bytes of its passes on top of what is there before, of a forward
-        less what it keeps.
-        """
+        """Per operator, the most bytes of its passes besides what was there and what it keeps."""
         passes = zip(self._forward, self._backward, self.kept, strict=True)
         return [max(forward - held, backward, 0) for forward, backward, held in passes]
 

@@ -35,8 +35,7 @@ def operator_programs(
 def workable_counts(
     captured: Captured, counts: Sequence[int], device: torch.device | None = None
 ) -> list[int]:
-    """Sample counts (ascending) without the smallest ones, if the model itself fails with these, as
-    batch normalisation does with one sample.
+    """Sample counts, ascending, without small ones that the model fails with (batch normalisation).
 
     Raises:
         CaptureError: if fewer than two of several counts would be left.

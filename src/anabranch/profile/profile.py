@@ -45,8 +45,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Seconds of an update of a device's trainable parameters, clipping included, and the memory
-    that it takes besides.
+    """Seconds of an update of a device's parameters, clipping included, and its extra memory.
 
     ``fixed_s`` of each update, ``tensor_s`` for each parameter, ``byte_s`` for each of their bytes.
 
@@ -86,8 +85,7 @@ class Profile:
         costs: one entry per operator of the graph.
         device: what it was measured on or estimated for.
         source: ``measured``, ``estimated`` or ``imported``.
-        proportional: measured at one size only (PipeDream's and DAPPLE's files): times are taken as
-            proportional to samples.
+        proportional: measured at one size (PipeDream's, DAPPLE's files), times grow with samples.
         update: seconds of the workload's optimizer, where that was measured.
         read_sample_s: seconds per sample in which a rank reads a batch, likewise.
 
@@ -157,9 +155,7 @@ class Profile:
         return np.array([cost.second_half_s for cost in self.costs], dtype=np.float64)
 
     def scaled(self, factors: Any) -> Profile:
-        """The profile with seconds so many times as long; factors as ``seconds``, or what
-        broadcasts to it.
-        """
+        """The profile with seconds times factors, shaped as ``seconds`` or broadcast to it."""
         ways = (self.seconds * factors).tolist()
         backward_factors = np.broadcast_to(factors, self.seconds.shape)[1]
         weights = (self.weight_seconds * backward_factors).tolist()
@@ -201,9 +197,7 @@ def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> 
 
 
 def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:
-    """Index of the measured count below so many samples, and their share of the way to the next
-    one.
-    """
+    """Index of the measured count below so many samples, and their share of the way to the next."""
     row = 0
     while row < len(measured) - 2 and measured[row + 1] < samples:
         row += 1

@@ -41,20 +41,14 @@ CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEI
 """Kind of compute -> CSS class."""
 
 
-def timeline_svg(
-    shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
-) -> str:
+def timeline_svg(shown: Sequence[ShownTimeline], *, is_endless: bool = False) -> str:
     """Draw timelines below each other on a common axis, as an SVG document.
 
     Args:
-        shown: timelines from top to bottom.
-        width: in pixels, at least 480.
+        shown: timelines from top to bottom, at least one.
         is_endless: the timelines show several mini-batches without a flush, not a step.
-
-    Raises:
-        ValueError: without a timeline.
     """
-    return paint(arrange(shown, width=width, is_endless=is_endless)).svg()
+    return paint(arrange(shown, is_endless=is_endless)).svg()
 
 
 def title(layout: TimelineLayout) -> str:
@@ -123,16 +117,13 @@ def legend_note(layout: TimelineLayout) -> str:
 def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     x, y = PIXELS.margin, 22.0
     for css, label in legend(layout):
-        wide = 22 + text_width(label, STYLE.label_size)
-        if x > PIXELS.margin and x + wide > layout.right:
-            x, y = PIXELS.margin, y + 17
         if css == "wires":
             drawing.add(f'<path class="wf" stroke-width="1.6" d="M{num(x)} {num(y + 3)}h16"/>')
             drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} {num(y + 9)}h16"/>')
         else:
             drawing.add(rect(css, x, y, 16, 12, radius=2.5))
         drawing.add(text("", x + 22, y + 10, STYLE.label_size, label))
-        x += wide + 14
+        x += 36 + text_width(label, STYLE.label_size)
     if x + text_width(legend_note(layout), STYLE.label_size) < layout.right:
         note = legend_note(layout)
         drawing.add(text("muted right", layout.right, y + 10, STYLE.label_size, note))

@@ -1,8 +1,7 @@
 """Page of a plan and its timelines: one HTML file that loads nothing else.
 
 The script draws timelines and memory on canvases, with zoom, lanes that open to replicas and links
-between stage graph, lanes and table. Without it there is a picture of the timelines, unless it is
-large.
+between stage graph, lanes and table. Without it there is a picture of timelines, unless large.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def page(
             name,
             list(values),
             width=PIXELS.width,
-            unit=_unit(plan),
+            unit="step" if plan.mode == "sync" else "mini-batch",
             before=steps_before,
             other=(other_curves or {}).get(name, ()),
         )
@@ -153,10 +152,6 @@ def _script(layout: timeline_layout.TimelineLayout) -> str:
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
         f"<script>(() => {{\n{_resource('page.js')}{_resource('page_links.js')}}})();</script>"
     )
-
-
-def _unit(plan: Plan) -> str:
-    return "step" if plan.mode == "sync" else "mini-batch"
 
 
 def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:

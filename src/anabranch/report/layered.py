@@ -8,8 +8,7 @@ lane in each layer in between, so no edge crosses a node::
     [  d  ] -------------------------->        the edge d -> e keeps a lane in layers 1 and 2
 
 The order within a layer comes from barycentre sweeps; the one with the fewest crossings is kept
-(Sugiyama, Tagawa, Toda 1981). Heights: every chain moves to the mean of its neighbours, then nodes
-that are too close are pushed apart.
+(Sugiyama, Tagawa, Toda 1981). Heights: chains go to the mean of neighbours, nodes are pushed apart.
 """
 
 from __future__ import annotations

@@ -9,16 +9,7 @@ from anabranch.plans.plan import ranges, span
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Kind
 
-KINDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "input gradient",
-    Kind.WEIGHT_GRADIENT: "weight gradient",
-    Kind.SEND_FORWARD: "send forward",
-    Kind.RECEIVE_FORWARD: "receive forward",
-    Kind.SEND_BACKWARD: "send backward",
-    Kind.RECEIVE_BACKWARD: "receive backward",
-}
+KINDS = {kind: kind.name.lower().replace("_", " ") for kind in Kind}
 
 
 def shared_prefix(names: Sequence[str]) -> str:
@@ -36,11 +27,6 @@ def graph_prefix(graph: StageGraph) -> str:
 def same_stages(graph: StageGraph) -> Hashable:
     """Return what stage graphs have in common whose numbers mean the same stages."""
     return tuple((stage.operators, stage.devices) for stage in graph.stages), graph.edges
-
-
-def ends(stage: Stage, prefix: str) -> tuple[str, str]:
-    """Return the first and last operator of a stage, without the prefix."""
-    return stage.operators[0].removeprefix(prefix), stage.operators[-1].removeprefix(prefix)
 
 
 def operators(stage: Stage, prefix: str) -> str:

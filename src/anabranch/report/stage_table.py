@@ -44,10 +44,7 @@ def busy_shares(graph: StageGraph, timeline: Timeline) -> list[float]:
 
 
 def stage_table(
-    plan: Plan,
-    shown: Sequence[ShownTimeline],
-    weights: WeightVersions,
-    number: int,
+    plan: Plan, shown: Sequence[ShownTimeline], weights: WeightVersions, number: int
 ) -> str:
     """Return a table of the stages, with times of the timelines that executed this plan.
 
@@ -99,9 +96,7 @@ def stage_table(
 
 
 def _stage_times(
-    s: int,
-    busy: Sequence[Sequence[float]],
-    times: Sequence[Mapping[tuple[int, Kind], float]],
+    s: int, busy: Sequence[Sequence[float]], times: Sequence[Mapping[tuple[int, Kind], float]]
 ) -> list[str]:
     """Format forward and backward times of a micro-batch and the busy share, by timeline."""
 

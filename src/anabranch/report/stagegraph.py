@@ -165,10 +165,11 @@ def _named_box(
 ) -> list[str]:
     stage, group = graph.stages[number], graph.group_size(number)
     size, room = PIXELS.small_type, NAMED.width - 26
-    first, last = names.ends(stage, prefix)
-    count = len(stage.operators)
+    operators = [name.removeprefix(prefix) for name in stage.operators]
+    count = len(operators)
     devices = names.devices(stage)
-    operators = [first] if count == 1 else [first, last if count == 2 else f".. {last}"]
+    if count > 2:
+        operators = [operators[0], f".. {operators[-1]}"]
     facts = [
         f"{count} operator{'s' if count > 1 else ''} \u00b7 micro-batch {stage.microbatch_size}",
         f"{stage.in_flight} in flight"

@@ -21,8 +21,7 @@ class TimelineStyle:
 
     Attributes:
         label_size, small_label_size: type sizes of labels, in pixels.
-        mark_height: height of the marks below a row, in pixels; they replace arrows where these
-            would be too many.
+        mark_height: height of marks below a row, in pixels, in place of too many arrows.
         most_arrows: messages drawn as arrows at most.
         most_arrow_rows: rows of a picture with arrows at most.
     """
@@ -139,12 +138,7 @@ class TimelineLayout:
 def arrange(
     shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
 ) -> TimelineLayout:
-    """Compute the layout; arguments as for ``timeline_svg``."""
-    if not shown or width < 480:
-        raise ValueError(
-            f"{len(shown)} timelines, {width:g} pixels wide; needed are at least one timeline and "
-            "480 pixels"
-        )
+    """Compute the layout of a picture so many pixels wide; see ``timeline_svg``."""
     timelines = [one.timeline for one in shown]
     longest = max(len(timeline.devices) for timeline in timelines)
     top = 56.0
@@ -174,16 +168,7 @@ def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
         tops.append(y)
         y += height + strip
     has_arrows = few and len(rows) <= STYLE.most_arrow_rows
-    return Panel(
-        *shown,
-        tuple(rows),
-        tuple(tops),
-        height + strip,
-        strip,
-        has_arrows,
-        heading,
-        y,
-    )
+    return Panel(*shown, tuple(rows), tuple(tops), height + strip, strip, has_arrows, heading, y)
 
 
 ROW_SIZES = (

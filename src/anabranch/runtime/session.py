@@ -91,7 +91,7 @@ class Session:
         self.frozen = {
             name: parameter
             for name, parameter in module.named_parameters()
-            if name in self.captured.programs.frozen or not parameter.requires_grad
+            if name in self.captured.programs.exporter.frozen or not parameter.requires_grad
         }
         self.graph = graph = plan.stage_graph
         self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)

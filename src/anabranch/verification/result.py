@@ -64,11 +64,6 @@ class VerifyResult:
     foreign: tuple[str, ...] = ()
 
     @property
-    def by_sample(self) -> bool:
-        """True if random numbers were drawn by sample, the same in the pipeline and one process."""
-        return self.against == CAPTURED
-
-    @property
     def is_good(self) -> bool:
         """True if all differences are rounding."""
         errors = self.max_gradient_error, self.whole_batch_error or 0.0
@@ -166,8 +161,7 @@ def largest_error(
     gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]
 ) -> tuple[float, str]:
     """Return the largest difference relative to the others, and its parameter; a gradient counts as
-    a hundredth of the largest one at least, as one that is zero on paper is the rounding of what
-    it is a sum of.
+    a hundredth of the largest one at least: one that is zero on paper is rounding.
     """
     largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in others.items()}
     floor = 1e-2 * max(largest.values(), default=0.0)

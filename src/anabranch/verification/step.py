@@ -9,8 +9,7 @@ module, not the captured one, over the same slices in the same order::
 
 In exact mode the first two are bitwise equal where stages have one micro-batch size and no
 replicas, otherwise they differ by rounding. The third says whether micro-batches change what is
-trained: only batch normalisation may. The module is called twice, because a program says the same
-each time.
+trained: only batch normalisation may. The module is called twice: a program never changes.
 """
 
 from __future__ import annotations
@@ -45,14 +44,7 @@ from anabranch.runtime.reference import (
     require_repeatable,
     take,
 )
-from anabranch.verification.even import (
-    even_plan,
-    in_equal_slices,
-    in_several,
-    on_one_device,
-    one_after_the_other,
-    workable,
-)
+from anabranch.verification import even
 from anabranch.verification.result import (
     CAPTURED,
     SAME_STAGES,
@@ -91,8 +83,7 @@ def verify(
         batch: samples to run on; by default as many as the plan's batch, from the workload's data
             or else its example; with buckets every example, of which the worst is returned.
         captured: the captured module, where the caller has it.
-        exact: run in exact mode where the plan allows it: one replica per stage, one micro-batch
-            size.
+        exact: run in exact mode where stages have no replicas and one micro-batch size.
         timeout: seconds for each of the two runs.
         device: where both run; see ``Pipeline``.
         dropout: see ``ComputeOptions``; ``sample`` compares a model that draws random numbers with
@@ -100,13 +91,12 @@ def verify(
 
     Raises:
         CaptureError, InvalidPlanError: if a side cannot run.
-        TrainingError: likewise; or if the module says something else at its second call, or the
-            batch makes neither a loss nor a gradient.
+        TrainingError: likewise; if the module changes between calls, or has no loss and gradient.
     """
     if isinstance(plan, int):
         captured = captured or capture_workload(workload)
-        plan = workable(
-            captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
+        plan = even.workable(
+            captured, even.even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )
     captured = captured or steps.captured_for(workload, plan)
     if workload.buckets and batch is None:
@@ -132,9 +122,9 @@ def verify(
     batch = captured.layout.packed(workload.example if batch is None else batch)
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
-    plan = in_equal_slices(captured, replace(plan, stage_graph=graph))
+    plan = even.in_equal_slices(captured, replace(plan, stage_graph=graph))
     batch, size = take(batch, 0, plan.stage_graph.batch_size), plan.stage_graph.batch_size
-    plan = in_several(captured, plan)
+    plan = even.in_several(captured, plan)
     exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)
@@ -152,9 +142,9 @@ def verify(
         captured, batch, slices, by_sample=by_sample, has_one_slicing=has_one_slicing
     )
     has_whole = not (is_random or captured.graph.normalised or captured.graph.stateful)
-    alone = one_after_the_other(captured, plan)
+    alone = even.one_after_the_other(captured, plan)
     if against == CAPTURED:
-        alone = on_one_device(captured, plan, slices[0][1])
+        alone = even.on_one_device(captured, plan, slices[0][1])
 
     def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
         """Loss, and the gradients of the parameters that this rank holds."""

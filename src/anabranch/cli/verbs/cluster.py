@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,7 @@ from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCalibration
-
-if TYPE_CHECKING:
-    from anabranch.cluster import Cluster
+from anabranch.cluster import Cluster
 
 
 def cluster(

@@ -6,58 +6,27 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from anabranch.cli import comparison, output, settings
 from anabranch.cli.clusters import cluster_to_plan_for
-from anabranch.cli.comparison import (
-    Contender,
-    comparison,
-    interrupted,
-    plan_or_error,
-    remarks,
-    staleness_document,
-    taken,
-    why_none,
-)
-from anabranch.cli.output import (
-    exit_code,
-    file_to_write,
-    json_text,
-    note,
-    print_json,
-    print_table,
-    say,
-    say_error,
-    say_written,
-)
 from anabranch.cli.pages import write_comparison
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.rewriting import required_rewrites
-from anabranch.cli.settings import (
-    AsJson,
-    EstimatedModelSettings,
-    NamedRewrites,
-    PlannerNames,
-    PlanningSettings,
-    PolicyNames,
-    Shape,
-)
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError
-
-if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan
 
 
 @spread
 def compare(
-    model: EstimatedModelSettings,
-    planning: PlanningSettings,
+    model: settings.EstimatedModelSettings,
+    planning: settings.PlanningSettings,
     planner: Annotated[
-        PlannerNames | None,
+        settings.PlannerNames | None,
         typer.Option(
             help="Only this planner; repeatable [default: all, exhaustive only if the model is "
             "small enough for it]."
@@ -71,10 +40,10 @@ def compare(
             "that has it (recompute=false); repeatable.",
         ),
     ] = None,
-    shape: Shape = None,
-    rewrite: NamedRewrites = None,
+    shape: settings.Shape = None,
+    rewrite: settings.NamedRewrites = None,
     policy: Annotated[
-        PolicyNames | None,
+        settings.PolicyNames | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
     ] = None,
     report: Annotated[
@@ -82,10 +51,10 @@ def compare(
         typer.Option(
             help="Write a self-contained HTML page with all figures, and the stages and timelines "
             "of the best plans.",
-            callback=file_to_write,
+            callback=output.file_to_write,
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: settings.AsJson = False,
 ) -> None:
     """Every planner side by side on the same profile, judged by the same simulator.
 
@@ -147,14 +116,16 @@ def compare(
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options
         )
-        contenders = [Contender(name, policy) for name in planners for policy in policies]
+        contenders = [
+            comparison.Contender(name, policy) for name in planners for policy in policies
+        ]
     else:
         results = usage(solve.compare, *where, planners, **options)
-        contenders = [Contender(name) for name in planners]
+        contenders = [comparison.Contender(name) for name in planners]
     plans = _search(contenders, results)
 
-    error = why_none(plans)
-    best = None if error is not None else taken(plans, costs, cluster, optimizer)
+    error = comparison.why_none(plans)
+    best = None if error is not None else comparison.taken(plans, costs, cluster, optimizer)
     document = {
         "model": model.model,
         "cluster": planning.cluster,
@@ -163,8 +134,8 @@ def compare(
         **source.facts,
         "plans": [
             ({"policy": contender.policy} if is_async else {})
-            | plan_or_error(contender.planner, plan)
-            | staleness_document(plan, optimizer)
+            | comparison.plan_or_error(contender.planner, plan)
+            | comparison.staleness_document(plan, optimizer)
             for contender, plan in plans.items()
         ],
     }
@@ -175,47 +146,54 @@ def compare(
     if error is not None:
         document |= {"error": type(error).__name__, "message": str(error)}
     if model.file is not None:
-        model.file.write_text(json_text(document), encoding="utf-8")
+        model.file.write_text(output.json_text(document), encoding="utf-8")
     if report is not None and best is not None:
         write_comparison(report, plans, costs, cluster, optimizer, best)
     if as_json:
-        print_json(document)
+        output.print_json(document)
     else:
         batches = "mini-batches of" if is_async else "batch"
         title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
-        print_table(f"{title} {planning.batch_size}", *comparison(plans, optimizer))
-        for line in (*(best.lines() if best is not None else ()), *remarks(plans, costs.origin)):
-            say(line)
+        output.print_table(
+            f"{title} {planning.batch_size}", *comparison.side_by_side(plans, optimizer)
+        )
+        for line in (
+            *(best.lines() if best is not None else ()),
+            *comparison.remarks(plans, costs.origin),
+        ):
+            output.say(line)
         can_rewrite = rewrite is None and not (is_async or source.is_file)
         can_rewrite &= not costs.graph.whole_parameters
         if can_rewrite and (names := ",".join(costs.graph.rewritable)):
-            say(f"the model as it is written: plan tries {names} as well, here --rewrite {names}")
+            output.say(
+                f"the model as it is written: plan tries {names} as well, here --rewrite {names}"
+            )
         if left := contenders[len(plans) :]:
             typer.echo(f"interrupted before {', '.join(contender.name for contender in left)}")
-        say_written(model.file)
-        say_written(report if error is None else None)
+        output.say_written(model.file)
+        output.say_written(report if error is None else None)
     if error is not None:
         # Not raised: standard output has its document already.
-        say_error(f"{type(error).__name__}: {error}")
-        raise typer.Exit(exit_code(error))
+        output.say_error(f"{type(error).__name__}: {error}")
+        raise typer.Exit(output.exit_code(error))
 
 
 def _search(
-    contenders: list[Contender], results: Iterator[tuple[Any, ...]]
-) -> dict[Contender, Plan | AnabranchError]:
+    contenders: list[comparison.Contender], results: Iterator[tuple[Any, ...]]
+) -> dict[comparison.Contender, Plan | AnabranchError]:
     """The plan of every contender, until a second interrupt, or one between two searches."""
-    plans: dict[Contender, Plan | AnabranchError] = {}
+    plans: dict[comparison.Contender, Plan | AnabranchError] = {}
     ended = 0
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
             progress(i, len(contenders), f"planner {contender.name}; Ctrl-C ends its search")
             plans[contender] = usage(next, results)[-1]
-            if interrupted(plans[contender]):
+            if comparison.interrupted(plans[contender]):
                 ended += 1
                 if ended == 2:
-                    note(f"{contender.name} interrupted, and the comparison with it")
+                    output.note(f"{contender.name} interrupted, and the comparison with it")
                     break
-                note(f"{contender.name} interrupted; Ctrl-C again ends the comparison")
+                output.note(f"{contender.name} interrupted; Ctrl-C again ends the comparison")
     return plans
 
 

@@ -24,10 +24,9 @@ from anabranch.cli.training_settings import TrainingSettings
 from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows
 from anabranch.cli.verbs.plan import gain
 from anabranch.cluster import Cluster
-from anabranch.plans.plan import time_text
+from anabranch.plans.plan import Plan, time_text
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
     from anabranch.record import Run
 
 

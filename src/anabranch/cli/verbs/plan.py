@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli import settings
 from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
     STALENESS_WORDS,
@@ -27,31 +28,21 @@ from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import announce, begin_compiling
 from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
-from anabranch.cli.settings import (
-    AsJson,
-    EstimatedModelSettings,
-    PlannerName,
-    PlanningSettings,
-    Policy,
-    Rewrites,
-    Shape,
-)
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
-from anabranch.plans.plan import BASELINE_NAMES, gain_text, is_as_fast, time_text
+from anabranch.plans.plan import BASELINE_NAMES, Plan, gain_text, is_as_fast, time_text
 
 if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
     from anabranch.weights import OptimizerFacts
 
 
 @spread
 def plan(
-    model: EstimatedModelSettings,
-    planning: PlanningSettings,
-    planner: Annotated[PlannerName, typer.Option(help="How to search.")] = "auto",
+    model: settings.EstimatedModelSettings,
+    planning: settings.PlanningSettings,
+    planner: Annotated[settings.PlannerName, typer.Option(help="How to search.")] = "auto",
     planner_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,12 +50,11 @@ def plan(
             help="An option of the planner, like seed=1; repeatable. A wrong name lists all.",
         ),
     ] = None,
-    shape: Shape = None,
-    rewrite: Rewrites = "auto",
-    policy: Policy = None,
+    shape: settings.Shape = None,
+    rewrite: settings.Rewrites = "auto",
+    policy: settings.Policy = None,
     start: Annotated[
-        Path | None,
-        typer.Option("--from", help="A plan file to improve, also one made by hand."),
+        Path | None, typer.Option("--from", help="A plan file to improve, also one made by hand.")
     ] = None,
     baselines: Annotated[
         bool,
@@ -73,7 +63,7 @@ def plan(
             "simulation as compare does. The plan of --from is one of them."
         ),
     ] = True,
-    as_json: AsJson = False,
+    as_json: settings.AsJson = False,
 ) -> None:
     """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
 
@@ -273,9 +263,7 @@ def gain(name: str, other: Plan, ours: Plan) -> str:
 
 
 def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
-    """A sentence that compares an asynchronous plan with synchronous baselines, and says how to
-    plan steps with a flush.
-    """
+    """Compare an asynchronous plan with synchronous baselines, and say how to plan those."""
     seconds = {
         BASELINE_NAMES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
     }

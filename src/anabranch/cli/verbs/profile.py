@@ -17,8 +17,7 @@ from anabranch.device.kinds import USUAL
 def profile(
     model: EstimatedModelSettings,
     device: Annotated[
-        str,
-        typer.Option(help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate."),
+        str, typer.Option(help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate.")
     ] = "cpu",
     samples: Annotated[
         str | None,

@@ -19,11 +19,10 @@ from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import InvalidPlanError
-from anabranch.plans.plan import time_text
+from anabranch.plans.plan import Plan, time_text
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
 
 STEPS = 5

@@ -53,14 +53,12 @@ def simulate(
         ),
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(help="Write a self-contained HTML page.", callback=file_to_write),
+        Path | None, typer.Option(help="Write a self-contained HTML page.", callback=file_to_write)
     ] = None,
     actions: Annotated[
         bool,
         typer.Option(
-            "--actions",
-            help="With --json: list the actions, device by device, with start and end.",
+            "--actions", help="With --json: list the actions, device by device, with start and end."
         ),
     ] = False,
     as_json: AsJson = False,

@@ -12,30 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from anabranch.cli import restarts, training_settings
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
-from anabranch.cli.first_rank import on_first
-from anabranch.cli.job import Job
+from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
 from anabranch.cli.progress import announce
-from anabranch.cli.restarts import (
-    begin_surviving,
-    first_step,
-    is_restarted,
-    restarted,
-    train_with_restarts,
-)
 from anabranch.cli.run_results import how_to_go_on, keep_run, say_run, say_stopped, say_stopping
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
-from anabranch.cli.training_settings import (
-    ComputeSettings,
-    FlushSettings,
-    RunSettings,
-    TrainedPlanSettings,
-    TrainingSettings,
-)
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
 
@@ -50,11 +36,11 @@ T = TypeVar("T")
 
 @spread
 def train(
-    model: RunSettings,
-    local: TrainedPlanSettings,
-    training: TrainingSettings,
-    compute: ComputeSettings,
-    flush: FlushSettings,
+    model: training_settings.RunSettings,
+    local: training_settings.TrainedPlanSettings,
+    training: training_settings.TrainingSettings,
+    compute: training_settings.ComputeSettings,
+    flush: training_settings.FlushSettings,
     emulated: Annotated[
         bool, typer.Option("--emulate", help="No training: what `rehearse` does with --plan.")
     ] = False,
@@ -90,7 +76,7 @@ def train(
         _rehearse(model, local, [training, compute, flush], training.steps, run, as_json=as_json)
         return
     began = time.time()
-    ranks = begin_surviving() if training.survive else None
+    ranks = restarts.begin_surviving() if training.survive else None
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
@@ -99,8 +85,8 @@ def train(
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
-    if is_restarted():
-        training = restarted(training)
+    if restarts.is_restarted():
+        training = restarts.restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute, training)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
@@ -121,7 +107,7 @@ def train(
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say(sentence)
         if training.resume is not None:
-            done, more = first_step(training), training.length
+            done, more = restarts.first_step(training), training.length
             say(f"goes on from {training.resume}, after step {done:,}, {more}")
         elif training.steps and training.epochs:
             say(f"trains {training.length}, whichever comes first")
@@ -134,7 +120,7 @@ def train(
             "clip_stage_norm": flush.clip_stage_norm,
         }
 
-    def plan_fewer(asked: TrainingSettings, left: int) -> float:
+    def plan_fewer(asked: training_settings.TrainingSettings, left: int) -> float:
         nonlocal shown, special
         assert job.plan is not None
         before = job.plan.stage_graph
@@ -146,7 +132,7 @@ def train(
             flush_as_before = replace(flush_as_before, policy=flush.policy or shown.policy or None)
         if compute.sparse_embeddings is None:
             compute_as_before = replace(compute, sparse_embeddings=job.plan.sparse_embeddings)
-        job.forget_plan()
+        job.plan, job.is_by_file = None, False
         shown, policy = _plan(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
         if is_first:
@@ -158,10 +144,10 @@ def train(
         # Of a run in another way than the plan's its prediction says nothing.
         return shown.predicted.step_s if shown.predicted is not None else 0.0
 
-    def attempt(asked: TrainingSettings) -> Run:
+    def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
         left = job.devices_left()
-        is_again = is_restarted() or asked is not training
+        is_again = restarts.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
             plan_fewer(asked, left)
         return train_job(
@@ -176,7 +162,7 @@ def train(
         )
 
     try:
-        result, training = train_with_restarts(attempt, training, note)
+        result, training = restarts.train_with_restarts(attempt, training, note)
     except KeyboardInterrupt:
         say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None
@@ -195,8 +181,8 @@ def train(
 
 
 def _rehearse(
-    model: RunSettings,
-    local: TrainedPlanSettings,
+    model: training_settings.RunSettings,
+    local: training_settings.TrainedPlanSettings,
     others: list[Any],
     steps: int | None,
     run: Path | None,
@@ -229,16 +215,18 @@ def _seeded(make: Callable[[], T], seed: int | None) -> T:
 
 def _plan(
     job: Job,
-    local: TrainedPlanSettings,
-    training: TrainingSettings,
+    local: training_settings.TrainedPlanSettings,
+    training: training_settings.TrainingSettings,
     options: ComputeOptions,
-    flush: FlushSettings,
-    compute: ComputeSettings,
+    flush: training_settings.FlushSettings,
+    compute: training_settings.ComputeSettings,
 ) -> tuple[Plan, WeightPolicy | str | None]:
     """Plan the job if it has no plan; the plan as it will be executed, and another policy for it.
 
     What cannot run is refused as early as it is known.
     """
+    from anabranch.runtime.optimizer_facts import require_recipe_updates
+
     is_async = flush.is_async(job.plan)
     name = flush.policy or (job.plan.policy if job.plan is not None else "")
     known = flush.with_options(name) if is_async and name not in ("", "auto") else None
@@ -256,7 +244,7 @@ def _plan(
     asks_for_rows = bool(compute.sparse_embeddings) and not is_async
     has_rows = job.plan is not None and job.plan.sparse_embeddings
     if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
-        job.require_updates(sparse_embeddings=asks_for_rows)
+        require_recipe_updates(job.workload, job.captured.graph, sparse_embeddings=asks_for_rows)
     search = partial(
         job.search,
         local,
@@ -272,7 +260,12 @@ def _plan(
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
     if changed != job.plan and not is_async:
         job.plan = on_first(partial(job.predicted, changed))
-    policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
+    policy: WeightPolicy | str | None = None
+    if is_async:
+        # A plan of the search has the policy already, also where the search was to choose one.
+        policy = flush.policy if is_file else None
+        if flush.policy_option:
+            policy = flush.with_options(policy or job.plan.policy)
     shown = executed_plan(
         job.plan,
         job.workload,

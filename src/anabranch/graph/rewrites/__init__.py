@@ -82,8 +82,7 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
     """Rewrite a program in place.
 
     Returns:
-        The rewrites with the sites that they were applied to; and for each, why other sites were
-        left as they are.
+        The rewrites with the sites that they were applied to; for each, why others were left.
     """
     applied, reasons = [], []
     for rule in rewrites:

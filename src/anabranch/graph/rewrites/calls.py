@@ -80,9 +80,7 @@ def slice_of(program: FlatProgram, parameter: fx.Node, dim: int, start: int, sto
 
 
 def sum_tree(like: fx.Node, path: str, terms: Sequence[fx.Node]) -> fx.Node:
-    """Insert the sum of terms before a call: ``ARITY`` neighbours at a time, each such sum an
-    operator of its own, then sums of these.
-    """
+    """Insert a sum of terms before a call, as a tree of operators of ``ARITY`` neighbours each."""
     level, count = list(terms), 0
     while len(level) > 1:
         neighbours = [level[i : i + ARITY] for i in range(0, len(level), ARITY)]

@@ -12,6 +12,7 @@ from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
+from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
 from anabranch.graph.slices import slice_named
@@ -19,13 +20,10 @@ from anabranch.graph.slices import slice_named
 aten = torch.ops.aten
 
 _ARGUMENTS = {
-    "linear": ("input", "weight", 1),
+    **dict.fromkeys(words("linear conv1d conv2d conv3d"), ("input", "weight", 1)),
     "matmul": ("self", "other", 0),
     "mm": ("self", "mat2", 0),
     "addmm": ("mat1", "mat2", 0),
-    "conv1d": ("input", "weight", 1),
-    "conv2d": ("input", "weight", 1),
-    "conv3d": ("input", "weight", 1),
 }
 """Product -> names of its features and its weight, and the dimension of the weight that is summed
 over.
@@ -47,11 +45,6 @@ class Product:
     weight: fx.Node
     dim: int
     weight_dim: int
-
-    @property
-    def width(self) -> int:
-        """Features that are summed over."""
-        return int(self.weight.meta["val"].shape[self.weight_dim])
 
 
 def products(program: FlatProgram, sites: Sites) -> list[Product]:
@@ -90,7 +83,8 @@ def split_product(
     """
     try:
         terms, region = _terms(program, product, widths)
-        if needs_products and not any(map(_has_parameters, region - {product.node})):
+        made_by = map(base_name, region - {product.node})
+        if needs_products and not any(n in _ARGUMENTS or "embedding" in n for n in made_by):
             raise NotSliceableError("no product makes the features")
         replaced = _replaced(program, region, product.node)
     except NotSliceableError as error:
@@ -135,10 +129,6 @@ def _terms(
     return terms, region
 
 
-def _has_parameters(node: fx.Node) -> bool:
-    return base_name(node) in _ARGUMENTS or "embedding" in base_name(node)
-
-
 def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> set[fx.Node]:
     """The calls of a region that nothing reads once the product is replaced.
 
@@ -163,8 +153,7 @@ def join_split(program: FlatProgram, sites: Sites, _parts: int) -> None:
         b --+-- cat -- [A B C] --    =>    b -- B --+-- + -- +
         c --+                              c -- C ---------- +
 
-    So the weights of a join are with the branches, and only sums meet. Elementwise calls in between
-    are done per branch.
+    So the weights of a join are with the branches, and elementwise calls; only sums meet.
     """
     for product in products(program, sites):
         widths = concatenated_widths(product.features, product.dim)
@@ -186,8 +175,9 @@ def tensor_split(program: FlatProgram, sites: Sites, parts: int) -> None:
     for product in products(program, sites):
         if product.weight not in program.sources:
             continue  # a part of the pair behind it
-        if product.width % parts:
-            sites.refused[product.site] = f"{product.width} features are not {parts} equal parts"
+        width, rest = divmod(product.weight.meta["val"].shape[product.weight_dim], parts)
+        if rest:
+            count = parts * width + rest
+            sites.refused[product.site] = f"{count} features are not {parts} equal parts"
         else:
-            widths = [product.width // parts] * parts
-            split_product(program, product, widths, sites, needs_products=True)
+            split_product(program, product, [width] * parts, sites, needs_products=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.call_traits import arguments, base_name, inputs_of
 from anabranch.graph.flat_program import PARAMETER, FlatProgram, written
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, insert, slice_of
@@ -87,11 +87,8 @@ class SlicedValues:
 
     def call(self, node: fx.Node, changed: Mapping[str, Any], target: Any = None) -> fx.Node:
         """Insert a call like this one, with other arguments by their names."""
-        given = arguments(node) | dict(changed)
-        named = {a.name for a in node.target._schema.arguments if a.kwarg_only}  # type: ignore[union-attr]
-        args = [value for name, value in given.items() if name not in named]
-        kwargs = {name: value for name, value in given.items() if name in named}
-        return insert(node, self.path, target or node.target, *args, **kwargs)
+        in_order, by_name = inputs_of(node.target, arguments(node) | dict(changed))
+        return insert(node, self.path, target or node.target, *in_order, **by_name)
 
 
 Rule = Callable[[SlicedValues, fx.Node, int, int, int], fx.Node]
@@ -287,9 +284,7 @@ _RULES: dict[str, Rule] = {
 
 
 def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
-    """Widths of what is concatenated along a dimension of a value, behind elementwise calls; empty
-    inputs are left out.
-    """
+    """Widths of the inputs, but for empty ones, of a concatenation behind elementwise calls."""
     if node.op == "call_function" and base_name(node) in _ELEMENTWISE:
         widest = [n for n in node.all_input_nodes if _shape(n) == _shape(node)]
         return concatenated_widths(widest[0], dim) if len(widest) == 1 else []

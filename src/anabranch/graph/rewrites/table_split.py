@@ -38,9 +38,7 @@ def table_columns(program: FlatProgram, sites: Sites, parts: int) -> None:
 
 
 def table_rows(program: FlatProgram, sites: Sites, parts: int) -> None:
-    """Rewrite tables as so many tables with fewer rows: each looks up the rows that it has, zeros
-    for others, and these are added up.
-    """
+    """Rewrite tables as the sum of tables with fewer rows, which give zeros for other rows."""
     for site, node in _tables(program, sites):
         given = arguments(node)
         count = int(given["weight"].meta["val"].shape[0])
