@@ -31,6 +31,7 @@ from torch.utils import checkpoint
 from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.attributes_read import AttributesRead
+from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.module_state import with_attributes, without_keeping
 from anabranch.graph.tracing import (
     TORCH,
@@ -55,6 +56,7 @@ class ReturnsLoss(nn.Module):
         self.module = module
         self._rebuild = rebuild
         self.pairs: set[str] = set()
+        self.selections = EmptySelections()
 
     def forward(self, *leaves: torch.Tensor) -> dict[str, torch.Tensor]:
         """Call the user's module on the batch that these leaves make."""
@@ -63,6 +65,8 @@ class ReturnsLoss(nn.Module):
             return scalars(call_module(self.module, batch, traced=True))
         before = {(owner, name): b for owner, name, b in _buffers(self.module)}
         output = call_module(self.module, batch, traced=True)
+        if (other := self.selections.other_effect()) is not None:
+            _refuse_work(*other)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
         result = scalars(output)
@@ -192,7 +196,8 @@ def export(
                     stack.enter_context(_watched(checkpoints))
                     stack.enter_context(data_as_detached(_refuse_data))
                     stack.enter_context(reads.recording())
-                    stack.enter_context(without_raising_guards(checks))
+                    module.selections = EmptySelections()
+                    stack.enter_context(without_raising_guards(checks, module.selections))
                     stack.enter_context(library_rules())
                     stack.enter_context(NoGradUnderAutocast())
                 exported = torch.export.export(
@@ -217,6 +222,12 @@ def export(
                 checks,
                 "a check of the data that only raises is left out of the captured model, so a "
                 "batch that would not pass it is trained on",
+            )
+            _warn(
+                module.selections.places,
+                "the captured model does this work also where its selection is empty, which changes "
+                "nothing; parameters that no sample of a batch selects have a gradient of zeros then "
+                "in place of none",
             )
             return exported
     assert failure is not None
@@ -314,6 +325,17 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     ]
     with with_attributes(patches):
         yield
+
+
+def _refuse_work(place: str, call: fx.Node | None) -> NoReturn:
+    why = "no call of it is in a forward of its own"
+    if call is not None:
+        why = f"{user_line(call)} writes to more than the places of the selection"
+    raise CaptureError(
+        f"{place} leaves work out where a selection is empty, and {why}, so the operations "
+        "differ from batch to batch; compute for the selection alone (x[rows]) and write to its "
+        "places (out[rows] += y, or out.index_add_(0, rows, y))"
+    )
 
 
 def _refuse_data() -> NoReturn:
