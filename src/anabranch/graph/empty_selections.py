@@ -294,7 +294,7 @@ def _symbols(size: Any) -> list[str]:
 def _is_empty(node: fx.Node, sizes: set[str]) -> bool:
     """True for a tensor without entries where these sizes are zero."""
     value = node.meta.get("val")
-    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    shape: Any = value.shape if isinstance(value, torch.Tensor) else ()
     expressions = [size.node.expr for size in shape if isinstance(size, torch.SymInt)]
     return any(e.subs({s: 0 for s in e.free_symbols if str(s) in sizes}) == 0 for e in expressions)
 

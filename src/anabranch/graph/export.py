@@ -225,9 +225,8 @@ def export(
             )
             _warn(
                 module.selections.places,
-                "the captured model does this work also where its selection is empty, which changes "
-                "nothing; parameters that no sample of a batch selects have a gradient of zeros then "
-                "in place of none",
+                "the captured model does this work where its selection is empty as well, and nothing "
+                "changes; parameters that no sample selects have a gradient of zeros then, not none",
             )
             return exported
     assert failure is not None
