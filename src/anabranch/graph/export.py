@@ -225,8 +225,9 @@ def export(
             )
             _warn(
                 module.selections.places,
-                "the captured model does this work where its selection is empty as well, and nothing "
-                "changes; parameters that no sample selects have a gradient of zeros then, not none",
+                "the captured model does this work where its selection is empty, too, and nothing "
+                "changes; parameters that no sample selects have zeros then for a gradient, not "
+                "none",
             )
             return exported
     assert failure is not None
