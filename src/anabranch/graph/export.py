@@ -32,6 +32,7 @@ from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
+from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.module_state import with_attributes, without_keeping
 
 
@@ -47,6 +48,7 @@ class ReturnsLoss(nn.Module):
         self.module = module
         self._rebuild = rebuild
         self.pairs: set[str] = set()
+        self.selections = EmptySelections()
 
     def forward(self, *leaves: torch.Tensor) -> dict[str, torch.Tensor]:
         """Call the user's module on the batch that these leaves make."""
@@ -59,6 +61,8 @@ class ReturnsLoss(nn.Module):
             for name, buffer in owner._buffers.items()
         ]
         output = call_module(self.module, batch, traced=True)
+        if (other := self.selections.other_effect()) is not None:
+            raise _refused_work(*other)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
         result = scalars(output)
@@ -171,7 +175,8 @@ def export(
                 else:
                     stack.enter_context(_watched(checkpoints))
                     stack.enter_context(reads.recording())
-                    stack.enter_context(tracing.without_raising_guards(checks))
+                    module.selections = selections = EmptySelections()
+                    stack.enter_context(tracing.without_raising_guards(checks, selections))
                     stack.enter_context(tracing.library_rules())
                     stack.enter_context(tracing.NoGradUnderAutocast())
                 exported = torch.export.export(
@@ -196,6 +201,12 @@ def export(
                 checks,
                 "a check of the data that only raises is left out of the captured model, so a "
                 "batch that would not pass it is trained on",
+            )
+            _warn(
+                module.selections.places,
+                "the captured model does this work where its selection is empty, too, and nothing "
+                "changes; parameters that no sample selects have zeros then for a gradient, not "
+                "none",
             )
             return exported
     assert failure is not None
@@ -296,6 +307,17 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     )
     with with_attributes(patches), tracing.data_as_detached(assign):
         yield
+
+
+def _refused_work(place: str, call: fx.Node | None) -> CaptureError:
+    why = "no call of it is in a forward of its own"
+    if call is not None:
+        why = f"{user_line(call)} writes to more than the places of the selection"
+    return CaptureError(
+        f"{place} leaves work out where a selection is empty, and {why}, so the operations "
+        "differ from batch to batch; compute for the selection alone (x[rows]) and write to its "
+        "places (out[rows] += y, or out.index_add_(0, rows, y))"
+    )
 
 
 def _warn(places: set[str], text: str) -> None:

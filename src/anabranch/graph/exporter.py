@@ -20,6 +20,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.counted_means import counted_means
+from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -157,7 +158,7 @@ class Exporter:
         return False
 
     @quiet()
-    @without_raising_guards(set())
+    @without_raising_guards(set(), EmptySelections())
     def _lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
     ) -> FlatProgram:

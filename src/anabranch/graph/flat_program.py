@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,13 +225,17 @@ def gradient_types(program: FlatProgram) -> set[torch.dtype]:
 def gradient_strides(
     program: FlatProgram, nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[int, ...]]:
-    """Strides of gradients of values in one process, by a fake backward; else the value's own."""
+    """Strides of the gradients that values have in one process, by a backward of fake tensors; as
+    the value's own where there is no gradient, or sizes depend on the data and a backward on them.
+    """
     if not nodes:
         return {}
     # A view has come after the loss was made; its gradient is a view of that of its value.
     values = [(n.all_input_nodes[0] if UNFOLDS in n.meta else n).meta["val"] for n in nodes]
     loss = program.outputs[0].meta["val"]
-    gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
+    gradients: Sequence[torch.Tensor | None] = [None] * len(values)
+    with contextlib.suppress(RuntimeError):
+        gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
     strides = {}
     for node, value, gradient in zip(nodes, values, gradients, strict=True):
         like = value if gradient is None else gradient

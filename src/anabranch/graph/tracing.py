@@ -8,11 +8,8 @@ follow is replaced by code with the same values (``library_rules``); see also ``
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
-import inspect
-import linecache
 import os
 import sys
 import threading
@@ -33,8 +30,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.graph.ctc_loss import traceable
+from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.flat_program import written
 from anabranch.graph.module_state import with_attributes
+from anabranch.graph.source_questions import passing_truth, place_of
 
 TORCH = os.path.join(torch.__path__[0], "")
 """Folder of PyTorch's own files, with a separator at its end."""
@@ -61,8 +60,9 @@ def rare_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_raising_guards(left_out: set[str]) -> Iterator[None]:
+def without_raising_guards(left_out: set[str], selections: EmptySelections) -> Iterator[None]:
     """Inside, traced forwards go past checks that raise; ``left_out`` gets file and line of each.
+    Work that is left out on empty ``selections`` is traced.
 
     ``if labels.max() >= 10: raise`` needs the value of a tensor in Python, so it has no graph; but
     only one of its branches goes on. The truth of a tensor in such a check is what lets the forward
@@ -81,11 +81,18 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     tensors: Any = torch.Tensor
     symbols: Any = torch.SymBool
 
+    def truth(frame: FrameType, asked: Any) -> bool | None:
+        passing = passing_truth(frame)
+        if passing is None:
+            return selections.truth(frame, asked)
+        left_out.add(place_of(frame))
+        return passing
+
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
             chosen = _constant_truth(tensor)
             if chosen is None:
-                chosen = _goes_on(sys._getframe(1), left_out)
+                chosen = truth(sys._getframe(1), tensor)
             if chosen is not None:
                 return chosen
         return bool(tensor_truth(tensor))
@@ -94,14 +101,38 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
         chosen, frame = None, sys._getframe(1)
         if _depends_on_data(symbol):
             if not _is_in_torch(frame):
-                chosen = _goes_on(frame, left_out)
+                chosen = truth(frame, symbol)
             elif frame.f_code.co_filename.startswith(_KERNELS):
                 chosen = guard_or_false(symbol)
         return bool(symbol_truth(symbol)) if chosen is None else chosen
 
-    truths = [(tensors, "__bool__", truth_of_tensor), (symbols, "__bool__", truth_of_symbol)]
+    def entries(tensor: torch.Tensor) -> Iterator[Any]:
+        hits = None
+        if isinstance(tensor, FakeTensor):
+            hits = selections.hits(sys._getframe(1), tensor)
+        return plain_entries(tensor) if hits is None else hits
+
+    def length(tensor: torch.Tensor) -> int:
+        one = None
+        if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
+            one = selections.length(sys._getframe(1), tensor)
+        return int(plain_length(tensor)) if one is None else one
+
+    def text(tensor: torch.Tensor, form: str) -> str:
+        constant = getattr(tensor, "constant", None)  # of a tensor that is traced
+        return str(plain_text(tensor if constant is None else constant, form))
+
+    truths = [
+        (tensors, "__format__", text),
+        (tensors, "__len__", length),
+        (tensors, "__bool__", truth_of_tensor),
+        (symbols, "__bool__", truth_of_symbol),
+        (tensors, "__iter__", entries),
+    ]
     with _TRACING:  # the truth of a tensor is that of all threads
         tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
+        plain_entries, plain_length = tensors.__iter__, tensors.__len__
+        plain_text = tensors.__format__
         with with_attributes(truths):
             yield
 
@@ -169,55 +200,6 @@ def _computed(calls: list[fx.Node], times: int) -> torch.Tensor:
             values[node] = call(*args, **kwargs)
     result: torch.Tensor = values[calls[-1]]
     return result
-
-
-def _goes_on(frame: FrameType, left_out: set[str]) -> bool | None:
-    """The truth with which the statement that a frame is at goes on, None where both do."""
-    code, line = frame.f_code, frame.f_lineno
-    try:
-        tree = ast.parse("".join(inspect.findsource(code)[0]))
-    except (OSError, SyntaxError):
-        return None
-    # A call of ``bool`` or ``all`` asks itself, a jump for what the instruction before it computed.
-    positions, at = list(code.co_positions()), frame.f_lasti // 2
-    asked = positions[max(at - 1, 0) : at + 1]
-    for statement in ast.walk(tree):
-        if not isinstance(statement, ast.If | ast.Assert):
-            continue
-        passing = _passing_truth(statement)
-        for operand, is_negated in _operands(statement.test):
-            place = (operand.lineno, operand.end_lineno, operand.col_offset, operand.end_col_offset)
-            if passing is not None and place in asked:
-                text = linecache.getline(code.co_filename, line).strip()
-                left_out.add(f"{code.co_filename}:{line}" + (f" ({text})" if text else ""))
-                return passing != is_negated
-    return None
-
-
-def _passing_truth(statement: ast.If | ast.Assert) -> bool | None:
-    """The truth of a test with which its statement goes on; None unless the other one raises."""
-    if isinstance(statement, ast.Assert):
-        return True
-    raises, otherwise = _raises(statement.body), _raises(statement.orelse)
-    return None if raises == otherwise else otherwise
-
-
-def _raises(branch: list[ast.stmt]) -> bool:
-    """True for a branch that has no other end than an exception."""
-    inside = (node for statement in branch for node in ast.walk(statement))
-    leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
-    return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
-
-
-def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
-    """Parts of a test whose truth Python asks for, each with whether it stands behind ``not``."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _operands(test.operand, not is_negated)
-    elif isinstance(test, ast.BoolOp):
-        for operand in test.values:
-            yield from _operands(operand, is_negated)
-    else:
-        yield test, is_negated
 
 
 @contextlib.contextmanager
