@@ -168,8 +168,11 @@ def _count_periods(stages: Table[StageRecord]) -> tuple[int, int, int]:
 def _turn(stage: StageRecord, at: float) -> None:
     """A stage turns to its next action, if there is one: kFkB says which."""
     stage.ready, stage.until, stage.begun, stage.taken, stage.idle = at, np.inf, 0, 0, at
-    flight = stage.in_flight + (stage.done[1] if stage.done[1] % stage.k == 0 else 0)
+    between = stage.k > 1 and stage.done[1] % stage.k != 0
+    flight = stage.in_flight + (0 if between else stage.done[1])
     stage.way = int(stage.done[0] >= min(stage.total, flight))
+    last = int(stage.done[stage.way] + 1 == stage.total)
+    stage.takes = stage.seconds[last, stage.way] - stage.way * stage.weights[last]
 
 
 def _take(s: int, batch_size: int, state: State) -> None:
@@ -202,14 +205,6 @@ def _take(s: int, batch_size: int, state: State) -> None:
         _compute(stage, stage.ready, 1.0, state.pieces[s])
 
 
-def _action_s(stage: StageRecord) -> float:
-    """Seconds of a stage's next action; of a backward that is split, those nobody waits for are
-    owed.
-    """
-    last = int(stage.done[stage.way] + 1 == stage.total)
-    return float(stage.seconds[last, stage.way] - stage.way * stage.weights[last])
-
-
 def _work_off(stage: StageRecord, start: float) -> float:
     """A stage that waits until a start does what it owes meanwhile, and before a forward whatever
     holds memory that this needs. When it can begin then.
@@ -229,7 +224,7 @@ def _compute(stage: StageRecord, start: float, pace: float, pieces: Table[StageP
     """A stage begins its next action, which takes so many times as long as alone; in its last
     backward it begins to sum.
     """
-    stage.until, stage.pace = _work_off(stage, start) + _action_s(stage) * pace, pace
+    stage.until, stage.pace = _work_off(stage, start) + stage.takes * pace, pace
     if stage.way == 1 and stage.done[1] + 1 == stage.total:
         stage.passed_all = stage.until
         if stage.weights[1] > 0:  # gradients are final one after the other in the part that waits
@@ -307,7 +302,7 @@ def _run(
         _take(s, batch_size, state)
     passes = samples // stages[slow].microbatch  # of a period
     limit -= hidden * passes * _period_s(stages[slow]) + update + apart
-    first, last, period = shown // 3 * passes, 2 * shown // 3 * passes, 0.0
+    early, later, period = shown // 3 * passes, 2 * shown // 3 * passes, 0.0
     step = 0.0
     while actions + summing > 0:
         s, end, sums = len(stages), np.inf, False
@@ -325,7 +320,7 @@ def _run(
                 return np.inf
             summing -= stage.pieces_done == stage.pieces
             continue
-        way, seconds = stage.way, _action_s(stage)
+        way = stage.way
         if len(paces) > 0:
             if stage.begun == 0:
                 running = _share(end, stage.devices, running, paces, stages)
@@ -335,7 +330,7 @@ def _run(
             stage.begun = 0
             running = _share(end, -stage.devices, running, paces, stages)
         actions -= 1
-        stage.left -= seconds
+        stage.left -= stage.takes
         if end + stage.left > limit:
             return np.inf
         done = stage.done[way]
@@ -343,17 +338,20 @@ def _run(
         stage.owed += way * stage.weights[int(done + 1 == stage.total)]
         late = late or stage.done[1] + 1 >= stage.total
         if way == 1 and s == slow and hidden > 0:
-            if done == first:
-                period -= end * passes / (last - first)
-            elif done == last:
-                period += end * passes / (last - first)
+            if done == early:
+                period -= end * passes / (later - early)
+            elif done == later:
+                period += end * passes / (later - early)
         low = done * stage.microbatch
         high = min(low + stage.microbatch, batch_size)
         for i in range(stage.edges[1 - way]):
             e = state.edges_of[1 - way, s, i]
             edge = state.edges[e]
             size = stages[edge.ends[1 - way]].microbatch
-            for j in range(low // size, min(-(-high // size), edge.posted[way])):
+            first, stop = done, done + 1
+            if size != stage.microbatch:
+                first, stop = low // size, -(-high // size)
+            for j in range(first, min(stop, edge.posted[way])):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
                 _send(e, way, j, samples, end, state)
         _turn(stage, end)

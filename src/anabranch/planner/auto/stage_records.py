@@ -109,6 +109,7 @@ class StageRecord:
     passed_all: float  # that backward ends
     idle: float  # its last action has ended
     ready: float  # its next action may begin, as far as that is known
+    takes: float  # seconds of that alone; of a split backward without those nobody waits for
     until: float  # when that ends; infinity where it is not known
     left: float  # seconds that it has left to do
     pace: float  # times as long as alone that its action takes
