@@ -112,14 +112,17 @@ class Annealing:
 
     def _promising(self, starts: Iterable[Draft]) -> list[AnnealedDraft]:
         """Starts that can run, unlike each other."""
-        annealed = [
-            AnnealedDraft(self._evaluate(draft, math.inf), draft, number)
-            for number, start in enumerate(starts)
-            for draft in variants(start, shared=self._space.shared, split=self._space.split)
-        ]
-        unlike = _unlike(entry for entry in annealed if entry.seconds < math.inf)
-        self._keep(unlike)
-        return unlike
+        unlike: dict[tuple[int, int], AnnealedDraft] = {}
+        for number, start in enumerate(starts):
+            limit = unlike[_shape(start)].seconds if _shape(start) in unlike else math.inf
+            for draft in variants(start, shared=self._space.shared, split=self._space.split):
+                if (seconds := self._evaluate(draft, limit)) < limit:
+                    limit = seconds
+                    unlike.pop(_shape(start), None)  # the last one found is last among equals
+                    unlike[_shape(start)] = AnnealedDraft(seconds, draft, number)
+        promising = sorted(unlike.values(), key=_seconds)
+        self._keep(promising)
+        return promising
 
     def _keep(self, passed: Iterable[AnnealedDraft]) -> None:
         for annealed in passed:
@@ -130,6 +133,10 @@ def _unlike(found: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
     """Keep drafts unlike each other, the quickest first."""
     unlike: dict[tuple[int, int], AnnealedDraft] = {}
     for entry in sorted(found, key=_seconds):
-        shape = entry.draft.num_stages, entry.draft.setups["microbatch"][0]
-        unlike.setdefault(shape, entry)
+        unlike.setdefault(_shape(entry.draft), entry)
     return list(unlike.values())
+
+
+def _shape(draft: Draft) -> tuple[int, int]:
+    """Number of stages, and samples of a micro-batch of the first one."""
+    return draft.num_stages, draft.setups["microbatch"][0]
