@@ -1,5 +1,6 @@
 """From proposals to a plan: what is chosen, what is said, what is refused."""
 
+import gc
 import math
 from dataclasses import dataclass, replace
 
@@ -437,3 +438,21 @@ def test_a_plan_knows_its_cluster(propose):
     cost, graph = two_stages(8)
     propose(graph)
     assert found(cost, 8).machines == cost.cluster
+
+
+def test_the_collector_looks_at_what_a_search_makes_only(propose):
+    """Objects made before are frozen meanwhile, and stay so if the caller froze them."""
+    cost, graph = two_stages(8)
+    frozen = list[int]()
+
+    def planner() -> Proposals:
+        frozen.append(gc.get_freeze_count())
+        return Proposals((graph,))
+
+    propose(planner=planner)
+    gc.unfreeze()
+    found(cost, 8)
+    assert frozen[-1] > 0 == gc.get_freeze_count()
+    gc.freeze()
+    found(cost, 8)
+    assert gc.get_freeze_count() > 0
