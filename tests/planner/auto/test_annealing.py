@@ -136,6 +136,22 @@ def test_what_is_found_does_not_depend_on_the_number_of_cores(cores, monkeypatch
     assert by_many == found()
 
 
+def test_starts_of_a_kind_are_evaluated_up_to_the_quickest():
+    """Of those with as many stages and samples the quickest goes on, so others need not end. Each
+    start has two warm-ups.
+    """
+    limits: list[float] = []
+
+    def limited(found: Draft, limit: float) -> float:
+        limits.append(limit)
+        return slowest(found, limit)
+
+    annealing = Annealing(space(CHAIN), limited, Random(0), SHORT)
+    annealing.search([draft("000111", "000001"), draft("000111", "000111")], 0)
+    assert limits == pytest.approx([math.inf, 3.02, 3.02, 1.02])
+    assert [entry.start for entry in annealing.promising] == [1]
+
+
 def test_nothing_that_can_run():
     """Then there is nothing to begin with, and nothing is found."""
     annealing = Annealing(space(CHAIN), lambda *_: math.inf, Random(0), SHORT)
