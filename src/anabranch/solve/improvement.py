@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.judge import Judge
 
-Neighbourhood = Callable[[StageGraph], Iterable[StageGraph]]
-"""Stage graph -> others that differ little from it."""
-
 
 @dataclass(frozen=True, slots=True)
 class SearchBudget:
@@ -37,10 +34,11 @@ class SearchBudget:
     patience: int = 2
 
 
-def improve(judge: Judge, near: Neighbourhood, budget: SearchBudget) -> None:
+def improve(
+    judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]], budget: SearchBudget
+) -> None:
     """Judge what lies near the best plan until that finds nothing better several times in a row."""
-    allowed = judge.simulated + budget.improvement
-    failures = 0
+    allowed, failures = judge.simulated + budget.improvement, 0
     while judge.best is not None and failures < budget.patience and judge.simulated < allowed:
         better = judge.consider(near(judge.best.proposal), allowed)
         failures = 0 if better else failures + 1

@@ -150,7 +150,9 @@ class Search:
         limit = seconds * (1 + SETTINGS.error)
         neighbours: dict[float, tuple[Draft, int]] = {}
         for _ in range(SETTINGS.neighbours // self._space.effort(centre)):
-            draft, moves = self._neighbour(centre)
+            draft, moves = draw(centre, self._space, self._rng), 1
+            if self._rng.random() >= 0.5:
+                draft, moves = draw(draft, self._space, self._rng), 2
             neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
         neighbours.pop(math.inf, None)
         return [
@@ -176,13 +178,6 @@ class Search:
             return start and f"started from {start}"
         times = f"{changes} change{'s' if changes > 1 else ''}"
         return f"found from {start} by {times} to stages or devices"
-
-    def _neighbour(self, centre: Draft) -> tuple[Draft, int]:
-        """A draft one or two moves away, and by how many."""
-        draft = draw(centre, self._space, self._rng)
-        if self._rng.random() < 0.5:
-            return draft, 1
-        return draw(draft, self._space, self._rng), 2
 
     def _with_quicker_warm_up(self, graph: StageGraph, runs: Runs) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)
