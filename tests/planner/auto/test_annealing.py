@@ -130,10 +130,28 @@ def test_what_is_found_does_not_depend_on_the_number_of_cores(cores, monkeypatch
         annealing.search(starts, 200)
         return [(entry.seconds, entry.start, entry.moves) for entry in annealing.best(5)]
 
+    monkeypatch.setattr(annealing_module, "WORTH_FORKING_S", 0.0)
     monkeypatch.setattr(forked, "cores", lambda: cores)
     by_many = found()
     monkeypatch.setattr(forked, "cores", lambda: 1)
     assert by_many == found()
+
+
+@pytest.mark.parametrize(("least_s", "times"), [(0.0, 2), (math.inf, 0)])
+def test_short_rounds_stay_in_one_process(least_s, times, monkeypatch):
+    """To fork another takes longer than they do; what they find is the same."""
+    rounds = list[int]()
+
+    def run_each(function, items):
+        rounds.append(len(items))
+        return [*map(function, items)]
+
+    monkeypatch.setattr(annealing_module, "WORTH_FORKING_S", least_s)
+    monkeypatch.setattr(forked, "run_each", run_each)
+    annealing = Annealing(space(CHAIN), slowest, Random(0), SHORT)
+    annealing.search([draft("000111", "000001")], 500)
+    assert annealing.best(1)[0].seconds == pytest.approx(1.01)
+    assert len(rounds) == times
 
 
 def test_starts_of_a_kind_are_evaluated_up_to_the_quickest():

@@ -8,6 +8,7 @@ are shares of the step, so that they mean the same for any model.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from random import Random
@@ -35,6 +36,11 @@ class AnnealedDraft(NamedTuple):
     stuck: bool = False
 
 
+WORTH_FORKING_S = 0.25
+"""Seconds of a round from which on its ways go to several processes, each of which takes about .03
+s of processor time to fork. Forked for any round, searches took a tenth to a quarter more of it.
+"""
+
 _seconds = attrgetter("seconds")
 
 
@@ -53,14 +59,20 @@ class Annealing:
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
         """Anneal the most promising starts, in rounds; the ways of a round side by side."""
-        settings, self.promising = self._settings, self._promising(starts)
+        settings, space, began = self._settings, self._space, time.perf_counter()
+        self.promising = self._promising(starts)
+        count = len(starts) * 2 * (1 + space.shared) * (1 + space.split)  # see ``variants``
+        each_s = (time.perf_counter() - began) / max(count, 1)
         chosen, rounds = self.promising, settings.starts.bit_length() - 1
         for number in range(rounds if chosen else 0):
             chosen = _unlike(chosen)[: settings.starts >> number]
             share = evaluations // (rounds * len(chosen))
             given = [(start, share, self._rng.random()) for start in chosen]
             try:
-                ways = forked.run_each(self._anneal, given)
+                if each_s * share * len(given) < WORTH_FORKING_S:
+                    ways = [*map(self._anneal, given)]
+                else:
+                    ways = forked.run_each(self._anneal, given)
             except KeyboardInterrupt:
                 self._keep(drafted for passed in self._under_way for drafted in passed)
                 raise
