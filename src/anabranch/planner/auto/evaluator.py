@@ -96,6 +96,7 @@ class Evaluator:
             records(tables.StageRecord, devices + 1),
             records(tables.EdgeRecord, edges),
             np.zeros(1, np.int64),
+            # Unsigned, so that compiled code does not look for negative indices.
             np.zeros((2, devices, devices), np.uint32),
             np.zeros((devices, nodes + 1), np.uint32),
             np.zeros((devices, devices), np.int64),
