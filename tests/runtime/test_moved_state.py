@@ -17,7 +17,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, batch, built, on_devices, plan, with_options, with_programs
-from tests.runtime.training import LIMIT_S, on_one_device, run
+from tests.runtime.training import LIMIT_S, begin_again, on_one_device, run
 
 pytestmark = pytest.mark.dist
 
@@ -46,13 +46,8 @@ def trained(
     """Three steps under each plan in turn, by changing it, and through checkpoints in a folder."""
     start = {name: value.clone() for name, value in model.module.state_dict().items()}
 
-    def whole() -> None:
-        for parameter in model.module.parameters():  # memory for all stages again
-            parameter.data, parameter.grad = torch.zeros(parameter.shape), None
-
     def told(through_checkpoints: bool) -> Told:
-        whole()
-        model.module.load_state_dict(start)
+        begin_again(model.module, start)
         pipe = Pipeline(
             workload, chosen[0], captured=model.captured, check_gradients=False, **options
         )
@@ -66,7 +61,7 @@ def trained(
                 continue
             pipe.save(folder / str(number))
             pipe.close()
-            whole()
+            begin_again(model.module, start)
             pipe = Pipeline.resume(
                 folder / str(number),
                 workload,
