@@ -43,7 +43,7 @@ def run(
 
 
 Way = tuple[Callable[[Pipeline], Any], dict[str, Any]]
-"""A function, and options of the pipeline that it is called with."""
+"""A function, and options of the pipeline that it is called with, its workload among them."""
 
 
 def run_each(
@@ -53,18 +53,15 @@ def run_each(
     the same weights: results by function and rank.
     """
     start = {name: value.clone() for name, value in model.module.state_dict().items()}
+    usual = {"workload": workload or model.workload, "check_gradients": False, "timeout": 20.0}
 
     def rank() -> list[Any]:
         results = []
         for work, options in ways:
             if results:
                 begin_again(model.module, start)
-            options = {
-                "check_gradients": False,
-                "timeout": 20.0,
-                "captured": model.captured,
-            } | options
-            results.append(work(Pipeline(workload or model.workload, chosen, **options)))
+            options = usual | options
+            results.append(work(Pipeline(plan=chosen, captured=model.captured, **options)))
         return results
 
     return list(map(list, zip(*launch.run(rank, num_ranks(chosen), timeout=LIMIT_S), strict=True)))
@@ -73,7 +70,7 @@ def run_each(
 def begin_again(module: nn.Module, state: dict[str, Tensor]) -> None:
     """Give a rank a whole module in a state, also what an earlier pipeline has left to others."""
     for name, parameter in module.named_parameters():
-        parameter.data, parameter.grad = torch.empty(state[name].shape), None
+        parameter.data, parameter.grad = torch.empty_like(state[name]), None
     module.load_state_dict(state)
 
 
@@ -87,7 +84,9 @@ def trained(
     return trained_each(model, chosen, workload, (work, options))[0]
 
 
-def trained_each(model: Built, chosen: Plan, workload: Workload, *ways: Way) -> list[Trained]:
+def trained_each(
+    model: Built, chosen: Plan, workload: Workload | None, *ways: Way
+) -> list[Trained]:
     """Likewise for several functions in the same ranks."""
 
     def with_parameters(work: Callable[[Pipeline], Any]) -> Callable[[Pipeline], Trained]:
