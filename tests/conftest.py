@@ -33,6 +33,7 @@ search_settings.SETTINGS = replace(
 )
 
 exported_once.install()
+gc.disable()  # until all tests are imported
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)
@@ -68,6 +69,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 _in_large_pages = 0

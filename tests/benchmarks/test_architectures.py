@@ -62,14 +62,10 @@ def test_a_step_is_that_of_the_whole_batch(
     assert found["gradient_error"] < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("name", "rewrites"),
-    [("GPT2", ["tensor-split"]), ("EmbeddingBags", ["join-split", "table-split"])],
-)
-def test_a_rewritten_step_is_that_of_the_model_as_written(name: str, rewrites: list[str]) -> None:
-    """The branches of a layer are in stages of their own."""
-    found = examined(name, rewrites)
-    assert len(found["rewrites"]) == len(rewrites)
+def test_a_rewritten_step_is_that_of_the_model_as_written() -> None:
+    """The branches of a layer are in stages of their own; ``tests/graph/rewrites`` has more."""
+    found = examined("EmbeddingBags", ["join-split", "table-split"])
+    assert len(found["rewrites"]) == 2
     assert found["loss_error"] < 1e-6
     assert found["gradient_error"] < 1e-6
 

@@ -21,6 +21,7 @@ from anabranch.errors import FileFormatError, TrainingError
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, plan
+from tests.runtime.training import begin_again
 
 pytestmark = [
     pytest.mark.dist,
@@ -40,11 +41,13 @@ def model(request: pytest.FixtureRequest) -> Built:
     return Built(found.captured, Workload(found.module, batch(4), optimizer=adamw))
 
 
-def losses(model: Built, begin: Path | None, save: Path | None = None) -> list[float]:
-    """Two steps on two ranks, from a checkpoint or from the start."""
+def losses(model: Built, *begins: Path | None, save: Path | None = None) -> list[list[float]]:
+    """Two steps on two ranks, each time from a checkpoint or from the start."""
     chosen = plan(model, 2)
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
 
-    def rank() -> list[float]:
+    def from_there(begin: Path | None) -> list[float]:
+        begin_again(model.module, start)
         options: dict[str, Any] = {"captured": model.captured, "check_gradients": False}
         if begin is None:
             pipe = Pipeline(model.workload, chosen, **options)
@@ -55,7 +58,7 @@ def losses(model: Built, begin: Path | None, save: Path | None = None) -> list[f
             pipe.save(save)
         return values
 
-    return launch.run(rank, 2, timeout=60.0)[0]
+    return launch.run(lambda: [from_there(begin) for begin in begins], 2, timeout=60.0)[0]
 
 
 def same(one: Path, other: Path) -> None:
@@ -80,18 +83,19 @@ def same(one: Path, other: Path) -> None:
 
 def test_there_and_back_is_the_same_training(model: Built, tmp_path: Path):
     """Every tensor bit by bit, position and options; the losses after it are the same."""
-    losses(model, None, tmp_path / "run")
+    losses(model, None, save=tmp_path / "run")
     made = to_distributed(tmp_path / "run", tmp_path / "dcp")
     assert is_distributed(made.path)
     assert made.tensors == len(load_state_dict(tmp_path / "run"))
     back = from_distributed(tmp_path / "dcp", tmp_path / "back")
     same(tmp_path / "run", back.path)
-    assert losses(model, tmp_path / "run") == losses(model, tmp_path / "back")
+    one, other = losses(model, tmp_path / "run", tmp_path / "back")
+    assert one == other
 
 
 def test_plain_torch_reads_it(model: Built, tmp_path: Path):
     """Module and optimizer of the user's get what dcp.load finds by their full names."""
-    losses(model, None, tmp_path / "run")
+    losses(model, None, save=tmp_path / "run")
     to_distributed(tmp_path / "run", tmp_path / "dcp")
     module = copy.deepcopy(model.module)
     optimizer = adamw(module.parameters())
@@ -135,7 +139,7 @@ def test_what_plain_torch_wrote_is_resumed_from(model: Built, tmp_path: Path, fl
     assert made.optimizer_tensors == 3 * len(list(module.parameters()))
     found = load_state_dict(tmp_path / "run")
     assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
-    assert losses(model, tmp_path / "run") == pytest.approx([step(0), step(1)], rel=1e-5)
+    assert losses(model, tmp_path / "run")[0] == pytest.approx([step(0), step(1)], rel=1e-5)
 
 
 def test_a_pickle_is_not_obeyed(tmp_path: Path):
@@ -159,7 +163,7 @@ def test_a_pickle_is_not_obeyed(tmp_path: Path):
 
 def test_nothing_is_replaced_and_damage_is_named(model: Built, tmp_path: Path):
     """As everywhere."""
-    losses(model, None, tmp_path / "run")
+    losses(model, None, save=tmp_path / "run")
     to_distributed(tmp_path / "run", tmp_path / "dcp")
     with pytest.raises(TrainingError, match="dcp exists"):
         to_distributed(tmp_path / "run", tmp_path / "dcp")

@@ -109,10 +109,12 @@ def test_a_result_of_any_size_is_refused_for_what_it_is() -> None:
         capture(Net(aligned), batch())
 
 
-def test_what_pytorch_logs_of_a_trace_is_kept_to_ourselves(caplog) -> None:
+def test_what_pytorch_logs_of_a_trace_is_kept_to_ourselves() -> None:
     """Such as a traceback where shapes do not fit, which the error tells in one paragraph."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addHandler(caplog.handler)
+    logger, heard = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    records: list[logging.LogRecord] = []
+    heard.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(heard)
 
     def unfit(_: Net, h: torch.Tensor) -> torch.Tensor:
         logger.error("failed while attempting to run meta")
@@ -122,8 +124,8 @@ def test_what_pytorch_logs_of_a_trace_is_kept_to_ourselves(caplog) -> None:
         with pytest.raises(CaptureError, match=r"test_export.py:\d+ \(return h\[::2\]"):
             capture(Net(unfit), batch())
     finally:
-        logger.removeHandler(caplog.handler)
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+        logger.removeHandler(heard)
+    assert not [record for record in records if record.levelno >= logging.ERROR]
 
 
 def test_other_numpy_names_the_line_and_a_way_on() -> None:

@@ -24,10 +24,10 @@ from anabranch.runtime.guards import same_batch
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Batch, NamedParameters, Workload
 from tests.runtime.asynchronous.models import batches, cut
-from tests.runtime.asynchronous.running import on_ranks, pipeline, plan_of
+from tests.runtime.asynchronous.running import fresh, on_ranks, pipeline, plan_of, start_of
 from tests.runtime.host_waits import host_waits, late_device
 from tests.runtime.small import WIDTH, Built, batch, built, on_devices, plan, with_programs
-from tests.runtime.training import run, sgd
+from tests.runtime.training import run, run_each, sgd
 
 __all__ = ["late_device"]  # a fixture
 
@@ -191,9 +191,15 @@ def test_steps_ask_a_gpu_once_and_a_step_late(
         scheduler = pipeline._state.scheduler
         return counting.found[:count], losses, weights, scheduler and scheduler.last_epoch
 
-    results = run(model, chosen, work, workload=workload, accumulate=accumulate)
-    monkeypatch.undo()
-    expected = run(model, chosen, work, workload=workload, accumulate=accumulate)
+    def on_late_device(pipeline: Pipeline) -> Any:
+        found = work(pipeline)
+        monkeypatch.undo()  # in this rank
+        return found
+
+    options = {"accumulate": accumulate}
+    results, expected = run_each(
+        model, chosen, (on_late_device, options), (work, options), workload=workload
+    )
     for (found, *late), (_, *plain) in zip(results, expected, strict=True):
         *before_last, last = found
         assert set(before_last) <= {"late"}, found
@@ -237,13 +243,15 @@ def test_a_bad_step_on_a_gpu_is_the_one_that_is_named(
         weights = {n: p.detach().clone() for n, p in parameters.items()}
         return losses, told, weights, pipeline._state.scheduler.state_dict()
 
-    options: dict[str, Any] = {"check_copies": 1}
+    def on_late_device(pipeline: Pipeline) -> Any:
+        found = work(pipeline)
+        monkeypatch.setattr(accelerator, "has_streams", lambda place: False)  # in this rank
+        monkeypatch.setattr(accelerator, "to_host", lambda tensor: (tensor, None))
+        return found
+
+    ways = [(each, {"check_copies": 1}) for each in (on_late_device, work)]
     for stages in (1, 2):
-        with monkeypatch.context() as patch:
-            results = run(model, plan(model, stages), work, workload=workload, **options)
-            patch.setattr(accelerator, "has_streams", lambda place: False)
-            patch.setattr(accelerator, "to_host", lambda tensor: (tensor, None))
-            expected = run(model, plan(model, stages), work, workload=workload, **options)
+        results, expected = run_each(model, plan(model, stages), *ways, workload=workload)
         assert not is_gradient or all("left.0.0.weight" in late[1] for late in results)
         for late, plain in zip(results, expected, strict=True):
             assert late[:2] == plain[:2]
@@ -300,10 +308,13 @@ def test_mini_batches_without_a_flush_leave_no_gpu_idle(
                 losses += steps
         return found, losses
 
-    results = on_ranks(chosen, work)
-    monkeypatch.undo()
-    expected = on_ranks(chosen, work)
-    for (found, losses), (_, plain) in zip(results, expected, strict=True):
+    def both() -> tuple[list[str], list[float], list[float]]:
+        start, (found, losses) = start_of(model), work()
+        monkeypatch.undo()  # in this rank
+        fresh(model, start)
+        return found, losses, work()[1]
+
+    for found, losses, plain in on_ranks(chosen, both):
         assert found
         assert set(found) == {"late"}
         assert losses == plain

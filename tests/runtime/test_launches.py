@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from anabranch import launch
 from anabranch.graph.capture import capture
-from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
@@ -26,7 +25,7 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import WIDTH, Built, batch, plan, tower
-from tests.runtime.training import LIMIT_S, run
+from tests.runtime.training import LIMIT_S
 
 pytestmark = pytest.mark.dist
 
@@ -91,6 +90,13 @@ def fused(parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01, fused=True)
 
 
+def shallow_and_deep(counts: Callable[[Built], Counter[str]], ranks: int) -> None:
+    """Both launch as much, on every rank."""
+    models = [of_depth(depth) for depth in (2, 12)]
+    for shallow, deep in launch.run(lambda: [*map(counts, models)], ranks, timeout=LIMIT_S):
+        assert shallow == deep
+
+
 CASES: dict[str, tuple[Any, float | None, list[int], dict[str, Any], bool]] = {
     "plain": (momentum, None, [1], {}, False),
     "clipped": (momentum, 0.5, [1], {}, False),
@@ -107,51 +113,44 @@ CASES: dict[str, tuple[Any, float | None, list[int], dict[str, Any], bool]] = {
 def test_what_follows_the_passes_does_not_grow_with_the_parameters(case: str) -> None:
     """Nor with their number does what is summed, checked, scaled, clipped, updated and shared."""
     optimizer, clip_norm, replicas, options, steps = CASES[case]
-    counts = []
-    for depth in (2, 12):
-        model = of_depth(depth)
+    leaves = [batch(16, seed) for seed in range(6)]
+
+    def counts(model: Built) -> Counter[str]:
         workload = replace(model.workload, optimizer=optimizer, clip_norm=clip_norm)
         chosen = plan(model, 1, replicas=replicas)
+        pipeline = Pipeline(
+            workload, chosen, captured=model.captured, check_gradients=False, **options
+        )
+        for leaf in leaves[:2]:
+            pipeline.step(leaf)
+        with passes_left_out(), Launches() as launches:
+            if steps:
+                list(pipeline.steps(leaves[2:]))
+            else:
+                for leaf in leaves[2:]:
+                    pipeline.step(leaf)
+        return launches.counts
 
-        def work(pipeline: Pipeline, steps: bool = steps) -> Counter[str]:
-            leaves = [batch(16, seed) for seed in range(6)]
-            for leaf in leaves[:2]:
-                pipeline.step(leaf)
-            with passes_left_out(), Launches() as launches:
-                if steps:
-                    list(pipeline.steps(leaves[2:]))
-                else:
-                    for leaf in leaves[2:]:
-                        pipeline.step(leaf)
-            return launches.counts
-
-        counts.append(run(model, chosen, work, workload=workload, **options)[0])
-    assert counts[0] == counts[1]
+    shallow_and_deep(counts, replicas[0])
 
 
 @pytest.mark.parametrize("policy", ["stash", "pipeoptim"])
 def test_nor_without_a_flush(policy: str) -> None:
     """With copies of weights, and with their prediction."""
-    counts = []
-    for depth in (2, 12):
-        model = of_depth(depth)
+
+    def counts(model: Built) -> Counter[str]:
         chosen = plan(model, 2, microbatch_size=16)
         chosen = replace(chosen, stage_graph=asynchronous_stages(chosen), mode="async")
         workload = replace(model.workload, optimizer=momentum)
+        options = {"captured": model.captured, "policy": policy, "check_gradients": False}
+        pipe = AsyncPipeline(workload, chosen, **options)
+        leaves = [batch(16, seed) for seed in range(9)]
+        list(pipe.steps(leaves[:3]))
+        with passes_left_out(), Launches() as launches:
+            list(pipe.steps(leaves[3:]))
+        return launches.counts
 
-        def work(
-            workload: Workload = workload, chosen: Plan = chosen, captured: Any = model.captured
-        ) -> Counter[str]:
-            options = {"captured": captured, "policy": policy, "check_gradients": False}
-            pipe = AsyncPipeline(workload, chosen, **options)
-            leaves = [batch(16, seed) for seed in range(9)]
-            list(pipe.steps(leaves[:3]))
-            with passes_left_out(), Launches() as launches:
-                list(pipe.steps(leaves[3:]))
-            return launches.counts
-
-        counts.append(launch.run(work, 2, timeout=LIMIT_S)[0])
-    assert counts[0] == counts[1]
+    shallow_and_deep(counts, 2)
 
 
 def test_nor_the_digest_of_copies() -> None:

@@ -17,7 +17,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, batch, built, on_devices, plan, with_options, with_programs
-from tests.runtime.training import LIMIT_S, on_one_device, run
+from tests.runtime.training import LIMIT_S, begin_again, on_one_device, run
 
 pytestmark = pytest.mark.dist
 
@@ -41,15 +41,13 @@ def plans(model: Built) -> list[Plan]:
 
 
 def trained(
-    model: Built,
-    workload: Workload,
-    chosen: Sequence[Plan],
-    folder: Path | None = None,
-    **options: Any,
-) -> list[Told]:
-    """Three steps under each plan in turn, by changing it, or through checkpoints in a folder."""
+    model: Built, workload: Workload, chosen: Sequence[Plan], folder: Path, **options: Any
+) -> list[tuple[Told, Told]]:
+    """Three steps under each plan in turn, by changing it, and through checkpoints in a folder."""
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
 
-    def rank() -> Told:
+    def told(through_checkpoints: bool) -> Told:
+        begin_again(model.module, start)
         pipe = Pipeline(
             workload, chosen[0], captured=model.captured, check_gradients=False, **options
         )
@@ -58,14 +56,12 @@ def trained(
             losses += list(pipe.steps(batch(16, 3 * number + i) for i in range(3)))
             if following is None:
                 break
-            if folder is None:
+            if not through_checkpoints:
                 pipe.change_plan(following)
                 continue
             pipe.save(folder / str(number))
             pipe.close()
-            for parameter in model.module.parameters():  # memory for all stages again
-                parameter.data = torch.zeros(parameter.shape)
-                parameter.grad = None
+            begin_again(model.module, start)
             pipe = Pipeline.resume(
                 folder / str(number),
                 workload,
@@ -74,10 +70,10 @@ def trained(
                 check_gradients=False,
                 **options,
             )
-        held = {n: p.detach() for n, p in pipe._state.parameters.items()}
+        held = {n: p.detach().clone() for n, p in pipe._state.parameters.items()}
         return losses, held, pipe.step_number
 
-    return launch.run(rank, 3, timeout=LIMIT_S)
+    return launch.run(lambda: (told(False), told(True)), 3, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,7 @@ def test_a_change_is_bitwise_a_checkpoint_and_back(
     """
     model = with_programs(built(name), 16)
     workload = with_options(model, optimizer=adam, scheduler=falling)
-    changed = trained(model, workload, plans(model), **options)
-    saved = trained(model, workload, plans(model), tmp_path, **options)
-    for mine, theirs in zip(changed, saved, strict=True):
+    for mine, theirs in trained(model, workload, plans(model), tmp_path, **options):
         assert mine[0] == theirs[0]
         assert mine[2] == theirs[2] == 9
         assert mine[1].keys() == theirs[1].keys()

@@ -39,13 +39,39 @@ def run(
     **options: Any,
 ) -> list[Any]:
     """Call a function with the pipeline of every rank."""
-    options = {"check_gradients": False, "timeout": 20.0} | options
+    return run_each(model, chosen, (work, options), workload=workload)[0]
 
-    def rank() -> Any:
-        pipeline = Pipeline(workload or model.workload, chosen, captured=model.captured, **options)
-        return work(pipeline)
 
-    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+Way = tuple[Callable[[Pipeline], Any], dict[str, Any]]
+"""A function, and options of the pipeline that it is called with, its workload among them."""
+
+
+def run_each(
+    model: Built, chosen: Plan, *ways: Way, workload: Workload | None = None
+) -> list[list[Any]]:
+    """Call functions one after the other in the same ranks, each with a pipeline that begins with
+    the same weights: results by function and rank.
+    """
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+    usual = {"workload": workload or model.workload, "check_gradients": False, "timeout": 20.0}
+
+    def rank() -> list[Any]:
+        results = []
+        for work, options in ways:
+            if results:
+                begin_again(model.module, start)
+            options = usual | options
+            results.append(work(Pipeline(plan=chosen, captured=model.captured, **options)))
+        return results
+
+    return list(map(list, zip(*launch.run(rank, num_ranks(chosen), timeout=LIMIT_S), strict=True)))
+
+
+def begin_again(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give a rank a whole module in a state, also what an earlier pipeline has left to others."""
+    for name, parameter in module.named_parameters():
+        parameter.data, parameter.grad = torch.empty_like(state[name]), None
+    module.load_state_dict(state)
 
 
 Trained = tuple[list[float], dict[str, Tensor]]
@@ -55,18 +81,31 @@ def trained(
     model: Built, chosen: Plan, workload: Workload, work: Callable[[Pipeline], Any], **options: Any
 ) -> Trained:
     """Losses, the same on every rank, and all parameters, of which copies are equal."""
+    return trained_each(model, chosen, workload, (work, options))[0]
 
-    def rank(pipeline: Pipeline) -> Trained:
-        losses = work(pipeline)
-        return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
 
-    results = run(model, chosen, rank, workload=workload, **options)
-    parameters: dict[str, Tensor] = {}
-    for losses, held in results:
-        assert losses == results[0][0]
-        for name, value in held.items():
-            assert torch.equal(parameters.setdefault(name, value), value)
-    return results[0][0], parameters
+def trained_each(
+    model: Built, chosen: Plan, workload: Workload | None, *ways: Way
+) -> list[Trained]:
+    """Likewise for several functions in the same ranks."""
+
+    def with_parameters(work: Callable[[Pipeline], Any]) -> Callable[[Pipeline], Trained]:
+        def rank(pipeline: Pipeline) -> Trained:
+            losses = work(pipeline)
+            return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
+
+        return rank
+
+    every = [(with_parameters(work), options) for work, options in ways]
+    found = []
+    for results in run_each(model, chosen, *every, workload=workload):
+        parameters: dict[str, Tensor] = {}
+        for losses, held in results:
+            assert losses == results[0][0]
+            for name, value in held.items():
+                assert torch.equal(parameters.setdefault(name, value), value)
+        found.append((results[0][0], parameters))
+    return found
 
 
 def train(

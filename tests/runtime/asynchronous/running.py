@@ -18,7 +18,7 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.plan_parts import prepare
 from anabranch.workload import Batch
-from tests.runtime.asynchronous.models import Cut
+from tests.runtime.asynchronous.models import Cut, batches
 
 LIMIT_S = 60.0
 
@@ -163,12 +163,20 @@ def in_turn(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> 
     return pipeline(model, chosen, policy, round_robin=True, **options)
 
 
-def refusal(
-    model: Cut, chosen: Plan, kind: type[AnabranchError], policy: Any = "stash", **options: Any
-) -> str:
-    def work() -> str:
-        with pytest.raises(kind) as caught:
-            in_turn(model, chosen, policy, **options)
-        return str(caught.value)
+def refusals(model: Cut, *cases: tuple[Plan, Any, dict[str, Any]]) -> list[str]:
+    """Class and text of the error of each pipeline, by plan, policy and options: the class is the
+    same on all ranks, of which all plans have as many.
+    """
 
-    return str(on_ranks(chosen, work)[0])
+    def work() -> list[str]:
+        texts = []
+        for chosen, policy, options in cases:
+            with pytest.raises((AnabranchError, ValueError)) as caught:
+                pipeline(model, chosen, policy, **options).step(batches(1, 8)[0])
+            texts.append(f"{type(caught.value).__name__}: {caught.value}")
+        return texts
+
+    first, *others = on_ranks(cases[0][0], work)
+    kinds = [text.split(":")[0] for text in first]
+    assert all([text.split(":")[0] for text in texts] == kinds for texts in others)
+    return first

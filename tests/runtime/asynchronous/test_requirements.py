@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anabranch import launch
-from anabranch.errors import AnabranchError, InfeasiblePlanError, InvalidPlanError, PolicyError
+from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import (
@@ -24,10 +24,16 @@ from anabranch.runtime.asynchronous.requirements import (
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.weights import PredictStash, Stash
 from tests.runtime import small
-from tests.runtime.asynchronous.models import Cut, batches, cut
+from tests.runtime.asynchronous.models import batches, cut
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
-from tests.runtime.asynchronous.running import fresh, on_ranks, pipeline, plan_of, start_of
-from tests.runtime.asynchronous.running import refusal as refusal_in_turn
+from tests.runtime.asynchronous.running import (
+    fresh,
+    on_ranks,
+    pipeline,
+    plan_of,
+    refusals,
+    start_of,
+)
 from tests.runtime.small import built, num_ranks, plan, with_options
 
 plain_sgd = partial(torch.optim.SGD, lr=0.1)
@@ -97,17 +103,6 @@ def test_auto_knows_of_the_update_that_is_kept():
     assert "at most 3 copies" in reason
 
 
-def refusal(model: Cut, chosen: Plan, policy: Any = "stash", **options: Any) -> str:
-    def work() -> str:
-        with pytest.raises((AnabranchError, ValueError)) as caught:
-            pipeline(model, chosen, policy, **options).step(batches(1, 8)[0])
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    texts = on_ranks(chosen, work)
-    assert all(text.split(":")[0] == texts[0].split(":")[0] for text in texts)
-    return str(texts[0])
-
-
 @pytest.mark.dist
 def test_plans_that_cannot_run_without_a_flush() -> None:
     """Each with its reason and a way on."""
@@ -116,38 +111,28 @@ def test_plans_that_cannot_run_without_a_flush() -> None:
     graph = chosen.stage_graph
     shared = [replace(s, devices=(0,)) if i == 2 else s for i, s in enumerate(graph.stages)]
     together = replace(chosen, stage_graph=replace(graph, stages=tuple(shared)))
-    text = refusal(model, together)
+    (text,) = refusals(model, (together, "stash", {}))
     assert text.startswith("InvalidPlanError: device 0 has stages 0 and 2")
     assert "devices of its own" in text
-    gpipe = replace(chosen, schedule="gpipe")
-    assert "schedule is gpipe" in refusal(model, gpipe)
     rising = [replace(s, in_flight=k) for s, k in zip(graph.stages, (2, 3, 1), strict=True)]
     stuck = replace(chosen, stage_graph=replace(graph, stages=tuple(rising)))
-    assert "the warm-up rises along stage edge 0 -> 1" in refusal(model, stuck)
     uneven = [replace(s, microbatch_size=2) if i == 1 else s for i, s in enumerate(graph.stages)]
     mixed = replace(chosen, stage_graph=replace(graph, stages=tuple(uneven)), mode="sync")
-    assert "micro-batches of 4, 2, 4 samples" in refusal(model, mixed)
     halves = plan_of(model, microbatches=2)
-    assert refusal(model, halves).startswith("PolicyError: stash")
-    assert refusal(model, halves, "2bw").startswith("PolicyError: 2bw")
     deep = replace(plan_of(model, 3, microbatches=3), mode="sync", schedule="1f1b-deep", policy="")
-    assert "3 < 4; choose 4 or more micro-batches" in refusal(model, deep, "2bw")
-    assert "the plan is for 4" in refusal(model, chosen)
-
-
-@pytest.mark.dist
-def test_workloads_that_need_all_stages_at_once() -> None:
-    model = cut("chain 2")
-    clipped = replace(model.workload, clip_norm=1.0)
-    text = refusal(model, plan_of(model), workload=clipped)
-    assert text.startswith("PolicyError: clip_norm 1")
-    assert "clip_stage_norm" in text
-    unknown = refusal(model, plan_of(model), "none")
-    assert unknown.startswith("PolicyError: unknown policy 'none'")
-    assert "a norm, more than 0" in refusal(model, plan_of(model), clip_stage_norm=0.0)
-    assert "spectrain predicts with the momentum" in refusal(
-        cut("chain 2", "adam"), plan_of(model), "spectrain"
-    )
+    cases: list[tuple[str, Plan, str, dict[str, Any]]] = [
+        ("schedule is gpipe", replace(chosen, schedule="gpipe"), "stash", {}),
+        ("the warm-up rises along stage edge 0 -> 1", stuck, "stash", {}),
+        ("micro-batches of 4, 2, 4 samples", mixed, "stash", {}),
+        ("PolicyError: stash", halves, "stash", {}),
+        ("PolicyError: 2bw", halves, "2bw", {}),
+        ("3 < 4; choose 4 or more micro-batches", deep, "2bw", {}),
+        ("a norm, more than 0", chosen, "stash", {"clip_stage_norm": 0.0}),
+        ("the plan is for 4", chosen, "stash", {}),
+    ]
+    texts = refusals(model, *(case[1:] for case in cases))
+    for text, (expected, *_) in zip(texts, cases, strict=True):
+        assert expected in text
 
 
 @pytest.mark.dist
@@ -227,5 +212,6 @@ def test_memory_is_that_of_whole_minibatches() -> None:
     # which leaves the linear layer another; 6 numbers of 4 bytes for each of 4096 samples.
     assert twice[0] - peaks[0] > 2 * (1 << 12) * 6 * 4
     assert twice[0] < 2 * peaks[0]  # weights do not grow
-    text = refusal_in_turn(model, expected(1 << 40), InfeasiblePlanError)
+    (text,) = refusals(model, (expected(1 << 40), "stash", {"round_robin": True}))
+    assert text.startswith("InfeasiblePlanError")
     assert "by the plan's prediction" in text

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from anabranch.errors import InvalidPlanError, NonFiniteError, PolicyError, StageFailedError
+from anabranch.errors import InvalidPlanError, NonFiniteError, StageFailedError
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.weights import PredictStash
 from anabranch.workload import Batch
@@ -31,7 +31,7 @@ from tests.runtime.asynchronous.running import (
     on_ranks,
     pipeline,
     plan_of,
-    refusal,
+    refusals,
     start_of,
     trained,
     until_not_finite,
@@ -40,6 +40,8 @@ from tests.runtime.asynchronous.running import (
 from tests.runtime.asynchronous.test_stream import logged
 
 pytestmark = pytest.mark.dist
+
+IN_TURN = {"round_robin": True}
 
 
 # Order
@@ -431,15 +433,18 @@ def test_policies_without_rounds() -> None:
     model = cut("chain 2")
     chosen = plan_of(model, replicas=(2, 1))
     halves = plan_of(model, microbatches=2, replicas=(2, 1))
-    for policy, planned in (("vertical-sync", chosen), ("2bw", halves), ("2bw", chosen)):
-        text = refusal(model, planned, PolicyError, policy)
+    cases = [("vertical-sync", chosen), ("2bw", halves), ("2bw", chosen), ("stash", halves)]
+    cases += [("stash", replace(chosen, schedule="gpipe"))]
+    texts = refusals(model, *((planned, policy, IN_TURN) for policy, planned in cases))
+    for text, (policy, _) in zip(texts[:3], cases, strict=False):
+        assert text.startswith("PolicyError")
         assert "replicas of stage 0 that take mini-batches in turn" in text
         assert f"but {policy} takes every mini-batch to find one version" in text
         assert "split each mini-batch over the replicas" in text
         assert "or choose stash" in text
-    assert "stash makes an update after every pass" in refusal(model, halves, PolicyError, "stash")
-    text = refusal(model, replace(chosen, schedule="gpipe"), InvalidPlanError)
-    assert "schedule 1f1b" in text
+    assert texts[3].startswith("PolicyError: stash makes an update after every pass")
+    assert texts[4].startswith("InvalidPlanError")
+    assert "schedule 1f1b" in texts[4]
 
 
 def test_without_replicas_nothing_changes() -> None:

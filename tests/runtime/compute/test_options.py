@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,16 @@ from tests.runtime.small import (
     with_programs,
 )
 from tests.runtime.test_pipeline import adamw
-from tests.runtime.training import LIMIT_S, run, sgd, train
+from tests.runtime.training import (
+    LIMIT_S,
+    Way,
+    begin_again,
+    run,
+    run_each,
+    sgd,
+    train,
+    trained_each,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -67,6 +76,11 @@ def train_alone(
 def alone(workload: Workload, batches: Sequence[Batch], *options: Any) -> Any:
     """In a process of its own, so that the model here stays as it is."""
     return launch.run(train_alone, 1, workload, batches, *options, timeout=LIMIT_S)[0]
+
+
+def each_with(work: Callable[[Pipeline], Any], *each: ComputeOptions, **options: Any) -> list[Way]:
+    """A function with each of several options of computing, and others."""
+    return [(work, options | {"compute": compute}) for compute in each]
 
 
 def batches_with_an_overflow() -> list[Batch]:
@@ -161,9 +175,7 @@ def test_gradients_are_without_the_scale() -> None:
     def work(pipeline: Pipeline) -> Any:
         return pipeline.gradients(batch(16))
 
-    scaled, plain = (
-        run(model, plan(model, 2), work, compute=options) for options in (FP16, ComputeOptions())
-    )
+    scaled, plain = run_each(model, plan(model, 2), *each_with(work, FP16, ComputeOptions()))
     for (_, mine), (_, theirs) in zip(scaled, plain, strict=True):
         for name, gradient in theirs.items():
             torch.testing.assert_close(mine[name], gradient, rtol=0.05, atol=2e-3)
@@ -174,10 +186,12 @@ def test_accumulated_batches_are_unscaled_once() -> None:
     model = built("Chain")
     workload = with_options(model, optimizer=sgd)
     batches = [batch(16, seed) for seed in range(4)]
-    half, full = (
-        train(model, plan(model, 2), workload, batches, accumulate=2, compute=options)
-        for options in (FP16, ComputeOptions())
-    )
+
+    def work(pipeline: Pipeline) -> list[float]:
+        return [pipeline.step(each) for each in batches]
+
+    ways = each_with(work, FP16, ComputeOptions(), accumulate=2)
+    half, full = trained_each(model, plan(model, 2), workload, *ways)
     assert half[0] == pytest.approx(full[0], rel=1e-2)
     for name, value in full[1].items():
         torch.testing.assert_close(half[1][name], value, rtol=0.02, atol=2e-3)
@@ -193,8 +207,9 @@ def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
         pipeline.step(batch(16))
         pipeline.save(tmp_path / "half")
 
-    def resumed(options: ComputeOptions) -> list[tuple[float, int] | None]:
-        def rank() -> tuple[float, int] | None:
+    def resumed() -> list[tuple[float, int] | None]:
+        found = []
+        for options in (FP16, ComputeOptions()):
             pipeline = Pipeline.resume(
                 tmp_path / "half",
                 model.workload,
@@ -204,13 +219,13 @@ def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
                 compute=options,
             )
             scale = pipeline._session.workers.loss_scale
-            return None if scale is None else (scale.scale, scale.streak)
-
-        return launch.run(rank, 2, timeout=LIMIT_S)
+            found.append(None if scale is None else (scale.scale, scale.streak))
+            begin_again(model.module, start)
+        return found
 
     run(model, chosen, saved, compute=FP16)
-    assert resumed(FP16) == [(512.0, 1)] * 2
-    assert resumed(ComputeOptions()) == [None] * 2
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+    assert launch.run(resumed, 2, timeout=LIMIT_S) == [[(512.0, 1), None]] * 2
 
 
 def test_dropout_by_sample_trains_alike_under_any_plan() -> None:
@@ -243,10 +258,9 @@ def test_compiled_and_offloaded_ranks_train_alike() -> None:
         losses = [pipeline.step(each) for each in batches]
         return [*losses, pipeline.evaluate([batch(6, 9)])["loss"]]
 
-    plain, compiled = (
-        run(model, chosen, work, workload=workload, compute=options, timeout=LIMIT_S)
-        for options in (ComputeOptions(), ComputeOptions(compile="aot_eager", offload=True))
-    )
+    other = ComputeOptions(compile="aot_eager", offload=True)
+    ways = each_with(work, ComputeOptions(), other, timeout=LIMIT_S)
+    plain, compiled = run_each(model, chosen, *ways, workload=workload)
     assert compiled[0] == compiled[1]
     assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
 

@@ -9,23 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch import launch
+from anabranch.plans.plan import Plan
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shard
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters
 from tests.runtime.data_parallel.test_updates import BATCHES
-from tests.runtime.small import (
-    Built,
-    batch,
-    built,
-    num_ranks,
-    on_devices,
-    plan,
-    with_options,
-    with_programs,
-)
-from tests.runtime.training import adam, decay, equal, run, sgd, trained
+from tests.runtime.small import batch, built, on_devices, plan, with_options, with_programs
+from tests.runtime.training import adam, begin_again, decay, equal, run, run_each, sgd, trained_each
 
 
 def adagrad(parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -67,12 +58,13 @@ def test_the_largest_parameters_are_dealt_out_first() -> None:
     assert holders.owner("a") == 0
 
 
+BOTH: list[dict[str, Any]] = [{"shard_optimizer": True}, {}]
+
 FOLDED = [(0, 1), (2,), (1, 0), (2,)]
 """Two stages per device, which are otherwise updated one by one."""
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("TwoBranch", {"num_stages": 2, "replicas": [2, 1]}, {}),
-    ("TwoBranch", {"num_stages": 1, "replicas": [3]}, {"clip_norm": 0.05}),
     ("Tied", {"num_stages": 2, "replicas": [2, 2]}, {"clip_norm": 0.05, "optimizer": sgd}),
     ("Tied", {"num_stages": 1, "replicas": [4]}, {"optimizer": adagrad}),
     ("Unused", {"num_stages": 1, "replicas": [2]}, {}),
@@ -105,9 +97,8 @@ def test_training_is_bitwise_that_without(
         pipeline.update()
         return losses
 
-    whole = trained(model, chosen, workload, work, accumulate=2)
-    sharded = trained(model, chosen, workload, work, accumulate=2, shard_optimizer=True)
-    assert equal(sharded, whole)
+    ways = [(work, {"accumulate": 2} | way) for way in BOTH]
+    assert equal(*trained_each(model, chosen, workload, *ways))
 
 
 @pytest.mark.dist
@@ -122,10 +113,8 @@ def test_whoever_leaves_the_loop_has_all_parameters() -> None:
         return {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
 
     chosen = plan(model, 2, replicas=[2, 1])
-    whole = run(model, chosen, work, workload=workload)
-    for mine, theirs in zip(
-        run(model, chosen, work, workload=workload, shard_optimizer=True), whole, strict=True
-    ):
+    ways = [(work, way) for way in BOTH]
+    for mine, theirs in zip(*run_each(model, chosen, *ways, workload=workload), strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
@@ -148,8 +137,8 @@ def test_replicas_hold_the_state_once() -> None:
         pipeline.step(BATCHES[0])
         return state_bytes(pipeline)
 
-    whole = run(model, chosen, work, workload=workload)
-    sharded = run(model, chosen, work, workload=workload, shard_optimizer=True)
+    ways = [(work, way) for way in BOTH]
+    sharded, whole = run_each(model, chosen, *ways, workload=workload)
     assert sum(sharded) == whole[0] == whole[1]
     largest = max(p.numel() * p.element_size() for p in model.module.parameters())
     assert 0 < min(sharded) <= max(sharded) <= whole[0] / 2 + 2 * largest
@@ -189,23 +178,6 @@ def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held:
     assert found == held
 
 
-def resumed(
-    model: Built, folder: Path, workload: Any, shape: dict[str, Any], **options: Any
-) -> list[dict[str, Tensor]]:
-    chosen = plan(model, **shape)
-
-    def rank() -> dict[str, Tensor]:
-        pipeline = Pipeline.resume(
-            folder, workload, chosen, captured=model.captured, check_gradients=False, **options
-        )
-        for each in BATCHES[2:]:
-            pipeline.step(each)
-        return {n: p.detach() for n, p in pipeline._state.parameters.items()}
-
-    found: list[dict[str, Tensor]] = launch.run(rank, num_ranks(chosen), timeout=60.0)
-    return found
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "optimizer", "before"), [("TwoBranch", adam, False), ("Tied", adagrad, True)]
@@ -216,36 +188,42 @@ def test_checkpoints_know_nothing_of_it(
     """What was saved with it goes on without, and the other way round, on other replicas too."""
     model = with_programs(built(name), 10, 16)
     workload = with_options(model, optimizer=optimizer, scheduler=decay)
-    shape = {"num_stages": 2, "replicas": [2, 1]}
+    two, three = plan(model, 2, replicas=[2, 1]), plan(model, 1, replicas=[3])
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
 
-    def work(pipeline: Pipeline) -> None:
+    def resumed(chosen: Plan, shard: bool) -> dict[str, Tensor]:
+        begin_again(model.module, start)
+        options = {"captured": model.captured, "check_gradients": False, "shard_optimizer": shard}
+        pipeline = Pipeline.resume(tmp_path / "saved", workload, chosen, **options)
+        for each in BATCHES[2:]:
+            pipeline.step(each)
+        return {n: p.detach() for n, p in pipeline._state.parameters.items()}
+
+    def work(pipeline: Pipeline) -> list[dict[str, Tensor]]:
         for each in BATCHES[:2]:
             pipeline.step(each)
         pipeline.save(tmp_path / "saved")
+        return [resumed(*way) for way in ((two, before), (two, not before), (three, not before))]
 
-    run(model, plan(model, **shape), work, workload=workload, shard_optimizer=before)
-    same = resumed(model, tmp_path / "saved", workload, shape, shard_optimizer=before)
-    other = resumed(model, tmp_path / "saved", workload, shape, shard_optimizer=not before)
-    assert all(torch.equal(a[key], b[key]) for a, b in zip(same, other, strict=True) for key in a)
-    three = {"num_stages": 1, "replicas": [3]}
-    for held in resumed(model, tmp_path / "saved", workload, three, shard_optimizer=not before):
-        for key, value in same[0].items():
+    ranks = run(model, two, work, workload=workload, shard_optimizer=before)
+    for same, other, _ in ranks:
+        assert all(torch.equal(same[key], other[key]) for key in same)
+    for _, _, held in ranks:
+        for key, value in ranks[0][0].items():
             torch.testing.assert_close(held[key], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["Chain", "Tied"])
-def test_gradients_of_one_batch_are_everywhere(name: str) -> None:
+def test_gradients_of_one_batch_are_everywhere() -> None:
     """They are for the caller, who may ask any holder."""
-    model = with_programs(built(name), 16)
+    model = with_programs(built("Tied"), 16)
     chosen = plan(model, 2, replicas=[2, 1])
 
     def work(pipeline: Pipeline) -> dict[str, Tensor]:
         return pipeline.gradients(batch(16))[1]
 
-    whole = run(model, chosen, work)
-    sharded = run(model, chosen, work, shard_optimizer=True)
-    for mine, theirs in zip(sharded, whole, strict=True):
+    ways = [(work, way) for way in BOTH]
+    for mine, theirs in zip(*run_each(model, chosen, *ways), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 

@@ -33,7 +33,18 @@ from tests.runtime.small import (
     with_options,
     with_programs,
 )
-from tests.runtime.training import LIMIT_S, Trained, adam, alone, decay, equal, run, sgd, trained
+from tests.runtime.training import (
+    LIMIT_S,
+    Trained,
+    adam,
+    alone,
+    decay,
+    equal,
+    run,
+    sgd,
+    trained,
+    trained_each,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -80,8 +91,13 @@ def test_steps_without_a_barrier_are_bitwise_those_with_one(
     devices = [(0, 1), (2,), (1, 0), (2,)] if folded else [(0, 1), (2,), (3,), (4,)]
     chosen = on_devices(plan(model, 4, replicas=[2, 1, 2 if folded else 1, 1]), devices)
     workload = with_options(model, optimizer=adam, scheduler=decay, clip_norm=clip_norm)
-    with_barrier = trained(model, chosen, workload, lambda p: [p.step(b) for b in BATCHES])
-    without = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)))
+    with_barrier, without = trained_each(
+        model,
+        chosen,
+        workload,
+        (lambda p: [p.step(b) for b in BATCHES], {}),
+        (lambda p: list(p.steps(BATCHES)), {}),
+    )
     assert equal(without, with_barrier)
     losses, state = alone(workload, BATCHES)
     assert without[0] == pytest.approx(losses, rel=1e-4)
@@ -230,8 +246,8 @@ def test_metrics_and_epochs_go_with_the_steps() -> None:
         assert (pipeline.epoch, pipeline.position, pipeline.step_number) == (2, 0, 4)
         return found
 
-    chosen = plan(model, 2)
-    assert trained(model, chosen, workload, many)[0] == trained(model, chosen, workload, single)[0]
+    one, other = trained_each(model, plan(model, 2), workload, (many, {}), (single, {}))
+    assert one[0] == other[0]
 
 
 # Several batches per update

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,12 @@ from tests.runtime.small import (
     with_options,
     with_programs,
 )
+from tests.runtime.training import begin_again
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
-def trained(
+def run_on(
     model: Built,
     chosen: Plan,
     steps: int,
@@ -45,11 +46,9 @@ def trained(
     heard_at: int | None = None,
     by: int = 1,
     is_async: bool = False,
-    resume: Path | None = None,
-    save: Path | None = None,
     **options: object,
-) -> list[Run]:
-    """Runs by rank; one rank alone hears of the interrupt, when it is given a certain batch."""
+) -> Callable[[], Run]:
+    """A run on a rank; one rank alone hears of the interrupt, when it is given a certain batch."""
 
     def data(batch_size: int, epoch: int) -> Iterator[Batch]:
         for i in range(30):
@@ -69,58 +68,74 @@ def trained(
             steps=steps,
             captured=model.captured,
             check_gradients=False,
-            resume=resume,
-            save=save,
             **options,
         )
 
-    return launch.run(rank, num_ranks(chosen), timeout=60.0)
+    return rank
+
+
+def trained(model: Built, chosen: Plan, steps: int, **options: object) -> list[Run]:
+    """Runs by rank; see ``run_on``."""
+    return launch.run(run_on(model, chosen, steps, **options), num_ranks(chosen), timeout=60.0)
+
+
+def interrupted(
+    model: Built, chosen: Plan, cases: Sequence[dict[str, int]], **options: object
+) -> list[tuple[Run, ...]]:
+    """Runs of 30 steps by case and rank, which all ranks have ended with the same losses."""
+    runs = [run_on(model, chosen, 30, **case, **options) for case in cases]
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+
+    def rank() -> list[Run]:
+        results = []
+        for each in runs:
+            begin_again(model.module, start)
+            results.append(each())
+        return results
+
+    found = list(zip(*launch.run(rank, num_ranks(chosen), timeout=60.0), strict=True))
+    assert all(run.interrupted for runs in found for run in runs)
+    assert all(run.losses == runs[0].losses for runs in found for run in runs)
+    return found
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("heard_at", "accumulate", "done", "by"),
-    [
+def test_all_ranks_end_behind_one_step() -> None:
+    """Whichever of them has heard."""
+    cases = [
         *((2, 1, 3, by) for by in (0, 1)),  # all ranks agree on it: behind the step under way
         *((7, 1, 9, by) for by in (0, 1)),  # what is known one step late ends one step late
         (7, 4, 12, 1),  # and never within an update
         (1, 4, 4, 0),
         (29, 1, 30, 1),  # in the last step, which is no different
-    ],
-)
-def test_all_ranks_end_behind_one_step(heard_at: int, accumulate: int, done: int, by: int) -> None:
-    """Whichever of them has heard; losses are those of a run that goes on."""
+    ]
     model = built("TwoBranch")
-    chosen = plan(model, 2)
-    runs = trained(model, chosen, 30, heard_at=heard_at, by=by, accumulate=accumulate)
-    assert [run.interrupted for run in runs] == [True, True]
-    assert [len(run.losses) for run in runs] == [done, done]
-    assert runs[0].losses == runs[1].losses
+    options = [{"heard_at": at, "accumulate": count, "by": by} for at, count, _, by in cases]
+    found = interrupted(model, plan(model, 2), options)
+    assert [len(run.losses) for run, _ in found] == [done for _, _, done, _ in cases]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("by", "heard_at"), [(0, 0), (2, 1), (0, 11), (2, 11)])
-def test_without_a_flush_all_ranks_end_behind_one_mini_batch(by: int, heard_at: int) -> None:
+def test_without_a_flush_all_ranks_end_behind_one_mini_batch() -> None:
     """Losses are known as late as the pipeline is deep, and nobody ends before that."""
     model = built("TwoBranch")
     chosen = plan(model, 3, microbatch_size=16)
-    runs = trained(model, chosen, 30, heard_at=heard_at, by=by, is_async=True, policy="stash")
-    assert all(run.interrupted for run in runs)
-    assert {run.losses for run in runs} == {runs[0].losses}
-    assert heard_at < len(runs[0].losses) <= heard_at + 2 * chosen.stage_graph.depth
+    cases = [{"by": by, "heard_at": at} for by, at in ((0, 0), (2, 1), (0, 11), (2, 11))]
+    found = interrupted(model, chosen, cases, is_async=True, policy="stash")
+    for (run, *_), case in zip(found, cases, strict=True):
+        at = case["heard_at"]
+        assert at < len(run.losses) <= at + 2 * chosen.stage_graph.depth
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("by", [0, 1, 2])
-def test_replicas_in_turn_end_behind_one_mini_batch(by: int) -> None:
+def test_replicas_in_turn_end_behind_one_mini_batch() -> None:
     """Also where the replica that hears is not the one that computes."""
     model = built("TwoBranch")
     chosen = plan(model, 2, microbatch_size=16, replicas=[2, 1])
     options = {"is_async": True, "policy": "stash", "round_robin": True}
-    runs = trained(model, chosen, 30, heard_at=8, by=by, **options)
-    assert all(run.interrupted for run in runs)
-    assert {run.losses for run in runs} == {runs[0].losses}
-    assert 8 < len(runs[0].losses) < 20
+    cases = [{"by": by, "heard_at": 8} for by in (0, 1, 2)]
+    found = interrupted(model, chosen, cases, **options)
+    assert all(8 < len(run.losses) < 20 for run, *_ in found)
 
 
 @pytest.mark.dist
