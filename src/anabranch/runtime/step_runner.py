@@ -185,21 +185,22 @@ class StepRunner:
 
     def _update_alone(self, outcome: Outcome) -> None:
         """Let the optimizer have the gradients, if what this rank knows is finite."""
-        updates = self.updates
-        is_update, is_unknown = updates.is_last, self._is_late and not self._is_bad
-        if is_unknown and updates.may_guard:
-            updates.apply_guarded(outcome)
+        is_update, may_guard = self.updates.is_last, self.updates.may_guard and not self._is_bad
+        norms = None
+        if may_guard:
+            norms = self.updates.apply_guarded(outcome)
         else:
-            updates.check(outcome)
-            is_unknown = is_unknown and not is_update
-        if is_unknown:
+            self.updates.check(outcome)
+        if self._is_late and not self._is_bad and (may_guard or not is_update):
             self._unresolved = outcome, is_update
             return
         self._is_bad |= outcome.is_bad
         if self._is_bad:
-            updates.drop()
+            self.updates.drop()
+        elif norms is not None and not norms.overflowed:
+            self.updates.advance()
         else:
-            updates.apply()
+            self.updates.apply()
 
     def _totals(
         self,
