@@ -1,4 +1,4 @@
-"""Work on empty selections: traced where it changes nothing then, refused where it may."""
+"""Work that is left out on an empty selection: traced if it changes nothing then, else refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def hits(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     return out
 
 
-def grows(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+def scales_all(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(4):
         rows, slot = torch.where(chosen == e)
@@ -80,7 +80,7 @@ def grows(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     return out
 
 
-def another(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+def of_another(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(4):
         if (chosen == e).any():
@@ -109,12 +109,32 @@ def collects(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tens
     return x + torch.stack(parts).mean(0)
 
 
-def chooses(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+def or_else(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     if (chosen == 0).any():
         out.index_add_(0, torch.where(chosen == 0)[0], x)
     else:
         out += expert(1, x) * weights[:, :1]
+    return out
+
+
+def by_remainder(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows, slot = torch.where(chosen == e)
+        if rows.numel() % 4 == 0:
+            continue
+        out[rows] += weights[rows, slot, None] * expert(e, x[rows])
+    return out
+
+
+def by_rest(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows, slot = torch.where(chosen == e)
+        if len(rows[3:]) == 0:
+            continue
+        out[rows] += weights[rows, slot, None] * expert(e, x[rows])
     return out
 
 
@@ -140,7 +160,7 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("mix", [by_size, by_length, by_any, by_number, hits])
 def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
-    """Loss and gradients are those of the plain call, which leaves it out; it is told."""
+    """Loss and gradients are those of the plain call, which leaves it out; a warning says so."""
     torch.manual_seed(0)
     module, batch = Mixture(mix), torch.randn(4, 3)
     with pytest.warns(CaptureWarning, match=r"test_empty_selections.py:\d+ \((if|for).*not none"):
@@ -148,8 +168,10 @@ def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
     assert check_split(captured, batch, one_stage(captured), exact=True) == 0
 
 
-@pytest.mark.parametrize("mix", [grows, another, counts, collects, chooses])
-def test_work_that_does_more_is_refused(mix: Callable[..., Tensor]) -> None:
-    """Of a captured model it would change something where a selection is empty."""
+@pytest.mark.parametrize(
+    "mix", [scales_all, of_another, counts, collects, or_else, by_remainder, by_rest]
+)
+def test_work_that_may_change_more_is_refused(mix: Callable[..., Tensor]) -> None:
+    """The captured model would do it also where the plain call leaves it out."""
     with pytest.raises(CaptureError, match=r"test_empty_selections.py:\d+ \(if .*differ"):
         capture(Mixture(mix), torch.randn(4, 3))

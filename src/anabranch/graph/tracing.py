@@ -20,18 +20,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-)
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.graph.ctc_loss import traceable
-from anabranch.graph.empty_selections import EmptySelections
-from anabranch.graph.flat_program import written
+from anabranch.graph.empty_selections import EmptySelections, traced_node
+from anabranch.graph.flat_program import storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.source_questions import passing_truth, place_of
 
@@ -151,11 +147,9 @@ def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
     """Calls that make a traced tensor of nothing but constants and sizes, in order; None where it
     depends on an input or on random numbers, or is written to.
     """
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    if slot is None:
+    if (traced := traced_node(tensor)) is None:
         return None
-    reached, pending = {slot.proxy.node}, [slot.proxy.node]
+    reached, pending = {traced}, [traced]
     while pending:
         node = pending.pop()
         if node.target is torch.ops.aten.sym_size.int:
@@ -165,16 +159,11 @@ def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
             return None
         pending += [source for source in node.all_input_nodes if source not in reached]
         reached.update(node.all_input_nodes)
-    nodes = list(slot.proxy.node.graph.nodes)
-    storages = {_storage(node) for node in reached} - {None}
-    if any(_storage(target) in storages for node in nodes for target in written(node)):
+    nodes = list(traced.graph.nodes)
+    storages = {storage(node) for node in reached} - {None}
+    if any(storage(target) in storages for node in nodes for target in written(node)):
         return None
     return [node for node in nodes if node in reached]
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _constant_truth(tensor: torch.Tensor) -> bool | None:
