@@ -55,23 +55,20 @@ class ReturnsLoss(nn.Module):
         batch = self._rebuild(leaves)
         if torch.compiler.is_dynamo_compiling():
             return scalars(call_module(self.module, batch, traced=True))
-        before = [
-            (owner, name, buffer)
-            for owner in self.module.modules()
-            for name, buffer in owner._buffers.items()
-        ]
+        before = [(owner._buffers, dict(owner._buffers)) for owner in self.module.modules()]
         output = call_module(self.module, batch, traced=True)
         if (other := self.selections.other_effect()) is not None:
             raise _refused_work(*other)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
         result = scalars(output)
-        for owner, name, buffer in before:
-            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
-            now = owner._buffers.get(name)
-            if buffer is not None and now is not None and now is not buffer:
-                buffer.copy_(now.detach())
-                owner._buffers[name] = buffer
+        for buffers, old in before:
+            for name, now in buffers.items():
+                buffer = old.get(name)
+                if buffer is not None and now is not None and now is not buffer:
+                    # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
+                    buffer.copy_(now.detach())
+                    buffers[name] = buffer
         return result
 
 
@@ -161,8 +158,7 @@ def export(
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
-        checkpoints: set[str] = set()
-        checks: set[str] = set()
+        checkpoints, checks = set[str](), set[str]()
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
@@ -192,22 +188,19 @@ def export(
             # What the plain trace met is nearer to the user's code than what analysis says.
             failure = failure or error
         else:
-            _warn(
-                checkpoints,
+            warned = {
                 "torch.utils.checkpoint is not carried over; gradients are the same, and whether a "
-                "stage computes its activations again is up to the plan (recompute)",
-            )
-            _warn(
-                checks,
+                "stage computes its activations again is up to the plan (recompute)": checkpoints,
                 "a check of the data that only raises is left out of the captured model, so a "
-                "batch that would not pass it is trained on",
-            )
-            _warn(
-                module.selections.places,
+                "batch that would not pass it is trained on": checks,
                 "the captured model does this work where its selection is empty, too, and nothing "
                 "changes; parameters that no sample selects have zeros then for a gradient, not "
-                "none",
-            )
+                "none": module.selections.places,
+            }
+            for text, places in warned.items():
+                if places:
+                    message = f"{', '.join(sorted(places))}: {text}"
+                    warnings.warn(message, CaptureWarning, stacklevel=2)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -318,11 +311,6 @@ def _refused_work(place: str, call: fx.Node | None) -> CaptureError:
         "differ from batch to batch; compute for the selection alone (x[rows]) and write to its "
         "places (out[rows] += y, or out.index_add_(0, rows, y))"
     )
-
-
-def _warn(places: set[str], text: str) -> None:
-    if places:
-        warnings.warn(f"{', '.join(sorted(places))}: {text}", CaptureWarning, stacklevel=2)
 
 
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
