@@ -181,7 +181,7 @@ def is_in_order(index: fx.Node) -> bool:
 
 
 def is_index(node: fx.Node, index: fx.Node, axes: Mapping[fx.Node, SampleAxis]) -> bool:
-    """True if a call reads a value as places of samples (``arange(n)``), those in its slice."""
+    """True if a call reads ``index`` as places of samples, such as ``arange(n)``, of its slice."""
     options, source = arguments(node), node.all_input_nodes[0]
     dim, value = axes.get(source, SampleAxis(-1)).dim, tensor(source)
     indices = options.get("indices", options.get("index"))

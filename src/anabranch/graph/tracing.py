@@ -3,7 +3,7 @@
 Checks of the data that do nothing but raise are left out (``without_raising_guards``),
 ``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), what is computed without
 gradients under autocast is detached (``NoGradUnderAutocast``), and library code that tracing cannot
-follow is replaced by code with the same values (``library_rules``); see also ``multimodal``.
+follow is replaced by code with the same values (``library_rules``, and ``multimodal`` for its own).
 """
 
 from __future__ import annotations
