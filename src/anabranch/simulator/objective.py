@@ -206,7 +206,7 @@ class ShortestPeriod:
         return ModelCosts(order.graph, self.cost, versions)
 
     def order(self, graph: StageGraph) -> asynchronous.AsynchronousOrder:
-        """Order of mini-batches of a graph from ``prices``; in turns its micro-batches are rounds."""
+        """Order of mini-batches of a graph that ``prices`` has made: in turns, one of rounds."""
         if self.in_turns:
             return asynchronous.AsynchronousOrder(graph, 1, True)
         return asynchronous.split_batches(graph)
