@@ -62,7 +62,7 @@ class Work(NamedTuple):
     is_each: bool
 
     def calls(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """The traced calls of these lines, among some."""
+        """Those of some nodes that are calls of these lines."""
         places = [f'File "{self.file}", line {line}, ' for line in self.lines]
         traces = ((node, node.meta.get("stack_trace") or "") for node in nodes)
         here = [node for node, trace in traces if any(place in trace for place in places)]
@@ -88,7 +88,7 @@ class Work(NamedTuple):
         sizes: set[Any] = set()
         for node in nodes:
             if any(map(self._has_selection, _masks(node))):
-                inputs = [source.meta["val"] for source in node.all_input_nodes]
+                inputs = [source.meta.get("val") for source in node.all_input_nodes]
                 sizes |= free_unbacked_symbols(node.meta["val"]) - free_unbacked_symbols(inputs)
         return sizes
 
@@ -205,7 +205,8 @@ def _of_symbol(value: Any) -> _Found:
         return None, None  # n % 4 == 0 is true of more than none
     truth = truth_unless_zero(lambda count: bool(expression.subs(symbol, count)))
     for node in _graph().nodes:
-        if _name(node) in ("item", "_local_scalar_dense") and node.meta["val"].node.expr == symbol:
+        is_number = _name(node) in ("item", "_local_scalar_dense")
+        if is_number and symbol in free_unbacked_symbols(node.meta["val"]):
             return truth, _mask_counted(node.args[0])
     return truth, value
 

@@ -193,8 +193,8 @@ def export(
                 "stage computes its activations again is up to the plan (recompute)": checkpoints,
                 "a check of the data that only raises is left out of the captured model, so a "
                 "batch that would not pass it is trained on": checks,
-                "the captured model does this work where its selection is empty, too, and nothing "
-                "changes; parameters that no sample selects have zeros then for a gradient, not "
+                "this work is done also where its selection is empty: results are the same, but "
+                "parameters that no sample selects have a gradient of zeros then, not "
                 "none": module.selections.places,
             }
             for text, places in warned.items():
