@@ -15,14 +15,16 @@ traced graph; where that cannot be seen, the forward is refused.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.flat_program import written
 from anabranch.graph.source_questions import (
@@ -33,13 +35,31 @@ from anabranch.graph.source_questions import (
     truth_of_entries,
 )
 
-_AT_PLACES = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-"""Writes that change nothing where their index or source is empty."""
-
-_VIEWS = {
-    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "alias"),
-    *("detach", "clone", "to", "_to_copy", "contiguous"),
+_AT_PLACES = {
+    *("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"),
+    *("masked_fill_", "masked_scatter_"),
 }
+"""Writes that change nothing where their index, mask or source is empty."""
+
+_RESHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose"}
+_COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
+_ZEROS = {
+    *_RESHAPES,
+    *_COPIES,
+    "sum",
+    "mul",
+    "select",
+    "slice",
+    "expand",
+    "item",
+    "_local_scalar_dense",
+}
+"""Calls that make zeros of zeros."""
+
+_OF_NONE = {"sum", "cat", *_AT_PLACES, *(name.strip("_") for name in _AT_PLACES)}
+"""Calls that may make entries of no entries, finite ones."""
+
+_DIVISIONS = {"div", "divide", "true_divide", "reciprocal", "rsqrt", "log", "log2", "pow"}
 _COMPARED: dict[str, Any] = {
     **dict.fromkeys(("gt", "greater"), operator.gt),
     **dict.fromkeys(("ge", "greater_equal"), operator.ge),
@@ -55,63 +75,101 @@ class Selection:
 
     Attributes:
         size: symbol of their number; empty for those that a mask has true.
-        mask: the mask.
-        is_each: of one index of the mask, in turn.
+        keys: of the mask, as ``_key`` has it.
+        asked: the call that counts its entries.
     """
 
     size: str = ""
-    mask: fx.Node | None = None
-    is_each: bool = False
-
-    def sizes(self, nodes: Sequence[fx.Node]) -> set[str]:
-        """Symbols of the sizes that are zero where there are none."""
-        if self.size:
-            return {self.size}
-        values = [node.meta["val"] for node in nodes if any(map(self._is_mask, _masks(node)))]
-        tensors = [t for v in values for t in (v if isinstance(v, list | tuple) else [v])]
-        return {symbol for t in tensors for size in t.shape for symbol in _symbols(size)}
-
-    def _is_mask(self, node: Any) -> bool:
-        mask = _stripped(node)
-        if self.is_each and _name_of(mask) in ("select", "index"):
-            mask = _stripped(mask.args[0])
-        return _are_same(mask, self.mask)
+    keys: tuple[Any, ...] = ()
+    asked: fx.Node | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """Work that is left out where a selection is empty.
 
     Attributes:
         place: file, line and text of the statement that asks.
-        lines: of the work, in that file.
-        start: number of traced calls before it.
+        calls: those that were traced of it, in order.
     """
 
     place: str
-    file: str
-    lines: Lines
-    start: int
     selection: Selection
+    calls: list[fx.Node] = field(default_factory=list)
 
-    def holds(self, node: fx.Node) -> bool:
-        """True for a traced call of these lines."""
-        traced, lines = node.meta.get("stack_trace") or "", range(self.lines[0], self.lines[1] + 1)
-        is_here = any(f'File "{self.file}", line {line}, ' in traced for line in lines)
-        return is_here and node.op == "call_function"
 
-    def other_effect(self, calls: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> fx.Node | None:
-        """The first of its calls that may change something where the selection is empty."""
-        sizes = self.selection.sizes(nodes)
-        outside = {_storage(node) for node in set(nodes).difference(calls)}
-        for call in calls:
-            at_places = _name_of(call) in _AT_PLACES
+class _Traced:
+    """A traced forward, and what it returned."""
+
+    def __init__(self, nodes: Sequence[fx.Node], output: Any) -> None:
+        self.order = {node: i for i, node in enumerate(nodes)}
+        self.returned = {_node(leaf) for leaf in tree_leaves(output) if _is_tensor(leaf)}
+        self.of_key: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.born: dict[int | None, int] = {}
+        self.last_write = {_storage(t): i for i, node in enumerate(nodes) for t in written(node)}
+        for i, node in enumerate(nodes):
+            # Parameters are older than their first use.
+            self.born.setdefault(_storage(node), i if node.op == "call_function" else -1)
+            self.of_key[_key(node)].append(node)
+
+    def other_effect(self, work: Work) -> tuple[fx.Node, str] | None:
+        """The first call that may change something where the selection is empty, and how."""
+        calls, begin = set(work.calls), self.order[work.calls[0]]
+        zeros, sizes = self._zeros(work.selection)
+        for call in work.calls:
+            name, reads = _name_of(call), call.all_input_nodes
+            masks = [mask for mask in _masks(call) if mask in zeros]
             for target in written(call):
-                read = [call for call in call.all_input_nodes if call is not target and at_places]
-                is_own = _storage(target) not in outside
-                if not is_own and not any(_is_empty(node, sizes) for node in (target, *read)):
-                    return call
+                none = [read for read in reads if read is not target and name in _AT_PLACES]
+                is_own = self.born[_storage(target)] >= begin
+                if not (is_own or masks or any(_is_empty(node, sizes) for node in (target, *none))):
+                    return call, "writes to more than the places of the selection"
+            is_own = _is_tensor(call.meta.get("val")) and self.born[_storage(call)] >= begin
+            if is_own and (call in self.returned or not calls.issuperset(call.users)):
+                return call, "computes what is read elsewhere"
+            of_none = any(_is_empty(read, sizes) for read in reads)
+            if name in _ZEROS and (of_none or not zeros.isdisjoint(reads)):
+                zeros.add(call)
+            divisors = call.args[1:2] if name.startswith(("div", "true")) else call.args
+            is_infinite = name in _DIVISIONS and any(
+                isinstance(node, fx.Node) and (node in zeros or _symbols(node.meta["val"]) & sizes)
+                for node in divisors
+            )
+            is_infinite |= any(
+                isinstance(read.meta.get("val"), torch.SymFloat)
+                and _symbols(read.meta["val"]) & sizes
+                for read in reads
+            )
+            has_entries = any(map(_is_tensor, _values(call))) and not _is_empty(call, sizes)
+            if has_entries and (is_infinite or (of_none and name not in _OF_NONE)):
+                return call, "computes from the selection what has no finite value"
         return None
+
+    def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[str]]:
+        """Values that are zero or false where a selection is empty, and symbols of sizes."""
+        if selection.size:
+            return set(), {selection.size}
+        asked: Any = selection.asked
+        masks = [m for key in selection.keys for m in self.of_key[key] if not self._is_changed(m)]
+        if self._is_changed(asked.args[0]):
+            masks = []
+        zeros, sizes, pending = set(masks), set(), list(masks)
+        while pending:
+            node = pending.pop()
+            sizes |= _symbols(node.meta["val"])
+            for user in node.users:
+                if node in _masks(user) and _name_of(user) not in _AT_PLACES:
+                    found = {s for value in _values(user) for n in value.shape for s in _symbols(n)}
+                    known = [v for read in user.all_input_nodes for v in _values(read)]
+                    sizes |= found.difference(*(_symbols(n) for v in known for n in v.shape))
+                elif _name_of(user) in _ZEROS and user not in zeros:
+                    zeros.add(user)
+                    pending.append(user)
+        return zeros, sizes
+
+    def _is_changed(self, mask: Any) -> bool:
+        """True for a mask that is written to through a view of it, or of what it is made of."""
+        return any(self.last_write.get(_storage(n), -1) > self.order[n] for n in _made_of(mask))
 
 
 class EmptySelections:
@@ -124,6 +182,19 @@ class EmptySelections:
     def __init__(self) -> None:
         self.places: set[str] = set()
         self._work: list[Work] = []
+        self._asked: dict[FrameType, dict[Lines, Work]] = {}
+
+    def note(self, call: fx.Node, frame: FrameType | None) -> None:
+        """Note a traced call of a frame, or of one that this has called, as of their work."""
+        while frame is not None and call.op == "call_function" and self._asked:
+            for (first, last), work in self._asked.get(frame, {}).items():
+                if first <= frame.f_lineno <= last:
+                    work.calls.append(call)
+            frame = frame.f_back
+
+    def forget(self) -> None:
+        """Keep no frame of a forward that has ended."""
+        self._work, self._asked = [], {}
 
     def truth(self, frame: FrameType, asked: Any) -> bool | None:
         """The truth with which a statement works that asks whether a selection is empty; None for
@@ -139,10 +210,13 @@ class EmptySelections:
 
     def length(self, frame: FrameType, tensor: torch.Tensor) -> int | None:
         """Likewise one, for a length that a statement compares with none."""
-        sizes = _symbols(tensor.shape[0]) if tensor.dim() else []
-        if len(sizes) != 1:
+        size: Any = tensor.shape[0] if tensor.dim() else 0
+        symbols = _symbols(size)
+        if len(symbols) != 1 or _truth(size.node.expr) is None:
             return None
-        return 1 if self._note(frame, lines_of_branch(frame, None), Selection(sizes[0])) else None
+        return (
+            1 if self._note(frame, lines_of_branch(frame, None), Selection(symbols.pop())) else None
+        )
 
     def hits(self, frame: FrameType, tensor: torch.Tensor) -> Iterator[torch.Tensor] | None:
         """All indices, in place of those for which a mask has an entry (``mask.any(1).nonzero()``);
@@ -153,41 +227,45 @@ class EmptySelections:
             return None
         vector, question = chosen.args[0].meta["val"], _of_tensor(chosen.args[0])
         count = vector.shape[0] if vector.dim() == 1 else None
-        if question is None or not isinstance(count, int):
+        is_column = all(size == 1 for size in tensor.shape[1:])
+        if question is None or not question[0] or not isinstance(count, int) or not is_column:
             return None
-        mask = question[1].mask
-        if not self._note(frame, lines_of_loop(frame), Selection(mask=mask, is_each=True)):
+        asked: Any = question[1].asked
+        mask, dims = _original(asked.args[0]), asked.args[1]
+        rank = mask.meta["val"].dim()
+        summed = {dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims])}
+        lines, kept = lines_of_loop(frame), set(range(rank)) - summed
+        if lines is None or len(kept) != 1:
             return None
         shape, count = (1,) * (tensor.dim() - 1), min(count, _classes(mask, count))
-        return (torch.tensor(index).reshape(shape) for index in range(count))
+        entries = [torch.tensor(index).reshape(shape) for index in range(count)]
+
+        def each() -> Iterator[torch.Tensor]:
+            for index, entry in enumerate(entries):
+                keys = [("at", mask, *kept, at) for at in (index, _stripped(_node(entry)))]
+                self._note(frame, lines, Selection(keys=tuple(keys), asked=asked))
+                yield entry
+
+        return each()
 
     def _note(self, frame: FrameType, lines: Lines | None, selection: Selection) -> bool:
-        if lines is None:
-            return False
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code.co_name != "forward":
-            # Of other functions traced calls do not have the lines; those of their caller are more.
-            caller = caller.f_back
-        if caller is not None and caller is not frame:
-            lines = caller.f_lineno, caller.f_lineno
-        file, place = (caller or frame).f_code.co_filename, place_of(frame)
-        self.places.add(place)
-        self._work.append(Work(place, file, lines, len(_graph().nodes), selection))
-        return True
+        if lines is not None:
+            work = Work(place_of(frame), selection)
+            self.places.add(work.place)
+            self._work.append(work)
+            self._asked.setdefault(frame, {})[lines] = work
+        return lines is not None
 
-    def other_effect(self) -> tuple[str, fx.Node | None] | None:
-        """The place of work that may change something where its selection is empty, and the call
-        that does, None where its calls cannot be told from others; of a forward that was traced.
+    def other_effect(self, output: Any) -> tuple[str, fx.Node, str] | None:
+        """The place of work that may change something where its selection is empty, the call that
+        does, and how; of a forward that was traced and has returned ``output``.
         """
-        work, self._work = self._work, []
-        nodes = list(_graph().nodes) if work else []
-        for i, part in enumerate(work):
-            # When the statement asks the next time, other work begins.
-            ends = (later.start for later in work[i + 1 :] if later.place == part.place)
-            calls = [node for node in nodes[part.start : next(ends, None)] if part.holds(node)]
-            other = part.other_effect(calls, nodes)
-            if other is not None or not calls:
-                return part.place, other
+        parts = [work for work in self._work if work.calls]
+        traced = _Traced(list(_graph().nodes) if parts else [], output)
+        self.forget()
+        for work in parts:
+            if (other := traced.other_effect(work)) is not None:
+                return work.place, *other
         return None
 
 
@@ -198,38 +276,45 @@ def _of_tensor(node: Any) -> tuple[bool, Selection] | None:
     node = _stripped(node)
     name = _name_of(node)
     if name == "any":
-        return True, Selection(mask=_stripped(node.args[0]))
+        return True, _of_mask(node)
     if name == "logical_not" and (found := _of_tensor(node.args[0])):
         return not found[0], found[1]
     if name not in _COMPARED or type(node.args[1]) is not int:
         return None
-    mask = _mask_counted(node.args[0])
+    total = _stripped(node.args[0])
     truth = truth_of_entries(lambda count: bool(_COMPARED[name](count, node.args[1])))
-    return None if mask is None or truth is None else (truth, Selection(mask=mask))
+    return None if truth is None or not _counts(total) else (truth, _of_mask(total))
 
 
 def _of_symbol(asked: torch.SymBool) -> tuple[bool, Selection] | None:
     """Likewise of a symbol."""
     expression = asked.node.expr
-    symbols = list(expression.free_symbols)
-    if len(symbols) != 1:
-        return None
-    truth = truth_of_entries(lambda count: bool(expression.subs(symbols[0], count)))
+    truth, symbols = _truth(expression), list(expression.free_symbols)
     if truth is None:
         return None
     for node in reversed(_graph().nodes):
         is_number = _name_of(node) in ("item", "_local_scalar_dense")
         if is_number and node.meta["val"].node.expr == symbols[0]:
-            mask = _mask_counted(node.args[0])
-            return None if mask is None else (truth, Selection(mask=mask))
+            total = _stripped(node.args[0])
+            return (truth, _of_mask(total)) if _counts(total) else None
     return truth, Selection(str(symbols[0]))
 
 
-def _mask_counted(total: Any) -> Any:
-    """The mask whose true entries a call counts; None for other calls."""
-    total = _stripped(total)
-    mask = _stripped(total.args[0]) if _name_of(total) == "sum" else None
-    return mask if mask is not None and _has_no_negative(mask) else None
+def _truth(expression: Any) -> bool | None:
+    """The truth of an expression of one number of entries where there are any."""
+    symbols = list(expression.free_symbols)
+    if len(symbols) != 1:
+        return None
+    return truth_of_entries(lambda count: bool(expression.subs(symbols[0], count)))
+
+
+def _of_mask(asked: fx.Node) -> Selection:
+    return Selection(keys=(_key(asked.args[0]),), asked=asked)
+
+
+def _counts(total: Any) -> bool:
+    """True for a call that counts the true entries of a mask."""
+    return _name_of(total) == "sum" and _has_no_negative(total.args[0])
 
 
 def _has_no_negative(node: Any) -> bool:
@@ -245,24 +330,53 @@ def _masks(node: fx.Node) -> list[fx.Node]:
     if name in ("nonzero", "nonzero_numpy") or (name == "where" and len(args) == 1):
         chosen: Any = args[:1]
     else:
-        chosen = args[1] if name == "index" else args[1:] if name == "masked_select" else ()
+        is_list = name in ("index", "index_put_")
+        chosen = args[1] if is_list else args[1:2] if name.startswith("masked_") else ()
     return [mask for mask in chosen if isinstance(mask, fx.Node)]
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """True for one value, or one part of it, whose entries are taken in any order."""
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return bool(one == other)
-    one, other = _stripped(one), _stripped(other)
-    is_part = one.target is other.target and _name_of(one) in ("select", "eq")
-    return one is other or (is_part and all(map(_are_same, one.args, other.args)))
+def _key(node: Any) -> Any:
+    """A value as what it has been made of: equal for values, or parts, with the same entries."""
+    node = _stripped(node)
+    name, args = _name_of(node), [_original(arg) for arg in getattr(node, "args", ())]
+    if name == "eq" and not isinstance(args[1], fx.Node):
+        return name, _key(args[0]), args[1]
+    if name == "select":
+        return "at", args[0], args[1] % args[0].meta["val"].dim(), args[2]
+    if name == "index" and [i for i in args[1] if i is not None] == args[1][-1:]:
+        at = args[1][-1]
+        while (at := _stripped(at)) and _name_of(at) == "select":  # of one index
+            at = at.args[0]
+        return "at", args[0], len(args[1]) - 1, at
+    return node
+
+
+def _original(node: Any) -> Any:
+    """The value of which a node has all entries, in the same places."""
+    while _name_of(node) in _COPIES and not _loses(node):
+        node = node.args[0]
+    return node
 
 
 def _stripped(node: Any) -> Any:
     """The value of which a node shows all entries in another shape, order or type."""
-    while _name_of(node) in _VIEWS:
+    while _name_of(node) in {*_RESHAPES, *_COPIES} and not _loses(node):
         node = node.args[0]
     return node
+
+
+def _loses(node: fx.Node) -> bool:
+    """True for another type, in which numbers may be zero that are not."""
+    value, source = node.meta["val"].dtype, node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    return bool(value is not source and source.is_floating_point)
+
+
+def _made_of(node: Any) -> Iterator[fx.Node]:
+    """A mask, and what it shows in another way, or a part of."""
+    while isinstance(node, fx.Node):
+        yield node
+        is_part = _name_of(node) in {*_RESHAPES, *_COPIES, "eq", "select", "index"}
+        node = node.args[0] if is_part else None
 
 
 def _whole(node: Any) -> Any:
@@ -273,8 +387,11 @@ def _whole(node: Any) -> Any:
 
 def _classes(mask: Any, most: int) -> int:
     """Classes of which a one-hot mask can have entries: of experts those ``topk`` chooses from."""
-    chosen = _whole(_stripped(mask.args[0])) if _name_of(mask) == "one_hot" else mask
-    if _name_of(chosen) != "topk":
+    mask = _stripped(mask)
+    indices = list(_made_of(mask.args[0] if _name_of(mask) == "one_hot" else mask))
+    chosen = _whole(indices[-1])
+    writes = {_storage(target) for node in _graph().nodes for target in written(node)}
+    if _name_of(chosen) != "topk" or not writes.isdisjoint(map(_storage, indices)):
         return most
     dim = chosen.args[2] if len(chosen.args) > 2 else -1
     return int(chosen.args[0].meta["val"].shape[dim])
@@ -285,18 +402,33 @@ def _name_of(node: Any) -> str:
     return schema.name.partition("::")[2] if schema is not None else ""
 
 
-def _symbols(size: Any) -> list[str]:
-    """Symbols in a size whose numbers are known in a run only."""
-    expression = size.node.expr if isinstance(size, torch.SymInt) else None
-    return [str(s) for s in getattr(expression, "free_symbols", ()) if str(s).startswith("u")]
+def _symbols(size: Any) -> set[str]:
+    """Symbols in a number whose values are known in a run only."""
+    expression = size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else None
+    names = map(str, getattr(expression, "free_symbols", ()))
+    return {name for name in names if name.startswith(("u", "zuf"))}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if _is_tensor(value)]
 
 
 def _is_empty(node: fx.Node, sizes: set[str]) -> bool:
-    """True for a tensor without entries where these sizes are zero."""
-    value = node.meta.get("val")
-    shape: Any = value.shape if isinstance(value, torch.Tensor) else ()
-    expressions = [size.node.expr for size in shape if isinstance(size, torch.SymInt)]
-    return any(e.subs({s: 0 for s in e.free_symbols if str(s) in sizes}) == 0 for e in expressions)
+    """True for tensors without entries where these sizes are zero."""
+
+    def is_none(size: Any) -> bool:
+        names = {s: 0 for s in size.node.expr.free_symbols if str(s) in sizes}
+        return bool(names) and bool(size.node.expr.subs(names) == 0)
+
+    shapes = [value.shape for value in _values(node)]
+    is_symbol = torch.SymInt
+    return bool(shapes) and all(
+        any(is_none(size) for size in shape if isinstance(size, is_symbol)) for shape in shapes
+    )
 
 
 def _storage(node: fx.Node) -> int | None:

@@ -21,7 +21,14 @@ _COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Gt: operator.gt},
     **{ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le},
 }
-_LEAVES = (ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
+_LEAVES = (
+    *(ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Await),
+    *(ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Match),
+)
+"""Statements that end a function, or bind names that are none of the nodes."""
+
+
+_KEPT = (list, dict, set)
 
 
 class Question(NamedTuple):
@@ -147,7 +154,7 @@ def _of_entries(operand: ast.expr) -> bool | None:
 
 def truth_of_entries(truth: Callable[[int], bool]) -> bool | None:
     """The truth that any number of entries has but none; None if they differ."""
-    none, *some = map(truth, (0, 1, 2, 3))
+    none, *some = map(truth, (0, 1, 2, 3, 720_720))  # the last for remainders
     return some[0] if len({*some}) == 1 and some[0] != none else None
 
 
@@ -160,6 +167,8 @@ def _is_closed(work: list[ast.stmt], parents: dict[ast.AST, ast.AST], frame: Fra
         function = parents.get(function)
     if function is None:
         return False
+    if any(isinstance(node, ast.Global | ast.Nonlocal) for node in ast.walk(function)):
+        return False
     inside = {node for statement in work for node in ast.walk(statement)}
     tensors = {name for name, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
     bound: set[str] = set()
@@ -170,6 +179,9 @@ def _is_closed(work: list[ast.stmt], parents: dict[ast.AST, ast.AST], frame: Fra
         if isinstance(node, ast.Subscript) and is_kept and _name(node.value) not in tensors:
             return False
         if isinstance(node, ast.Expr) and not _is_in_place(node.value):
+            return False
+        owner = getattr(getattr(node, "func", None), "value", None)  # of parts.append(y)
+        if isinstance(owner, ast.Name) and isinstance(frame.f_locals.get(owner.id), _KEPT):
             return False
         if isinstance(node, ast.Name) and is_kept:
             # ``out += y`` of a tensor writes to it.
