@@ -6,14 +6,16 @@
             continue
         out[rows] += weights[rows, slot, None] * self.experts[expert](x[rows])
 
-They are traced with the work, also for an empty selection. That changes nothing if the work writes
-to tensors from outside only at places of the selection, which the traced graph shows, and binds no
-name that is read elsewhere, which the source shows. Otherwise the forward is refused.
+They are traced with the work, also for an empty selection. That changes nothing if the work binds
+no name that is read elsewhere, which the source shows, and if its calls, as the traced graph shows,
+write to tensors from outside only at places of the selection, compute nothing that is read or
+returned elsewhere, and nothing infinite of no entries. Otherwise the forward is refused.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.flat_program import storage, written
 from anabranch.graph.source_questions import (
@@ -33,13 +36,37 @@ from anabranch.graph.source_questions import (
     truth_unless_zero,
 )
 
-_AT_PLACES = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-"""Writes that change nothing where their index or source is empty."""
-
-_VIEWS = {
-    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "alias"),
-    *("detach", "clone", "to", "_to_copy", "contiguous"),
+_AT_PLACES = {
+    *("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"),
+    *("masked_fill_", "masked_scatter_"),
 }
+"""Writes that change nothing where their index, mask or source is empty."""
+
+_COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
+_VIEWS = {
+    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", *_COPIES),
+}
+_ZEROS = {*_VIEWS, "sum", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"}
+"""Calls that make zeros of zeros."""
+
+_OF_NONE = {"sum", "cat", *_AT_PLACES, *(name.strip("_") for name in _AT_PLACES)}
+"""Calls that may make entries of no entries, finite ones."""
+
+_DIVISIONS = {"div", "divide", "true_divide", "reciprocal", "rsqrt", "log", "log2", "pow"}
+
+
+class Selection(NamedTuple):
+    """Entries of a tensor of which there may be none.
+
+    Attributes:
+        number: a symbolic number of them; None for those that a mask has true.
+        keys: of the mask, as ``_key`` has it.
+        asked: the call that counts its true entries.
+    """
+
+    number: Any = None
+    keys: tuple[Any, ...] = ()
+    asked: fx.Node | None = None
 
 
 class Work(NamedTuple):
@@ -47,56 +74,79 @@ class Work(NamedTuple):
 
     Attributes:
         place: file, line and text of the statement that asks.
-        file: where the work is, or the line of a ``forward`` that calls it.
-        lines: of the work, in that file.
-        start: number of traced calls before it.
-        selection: the mask whose true entries it is, or a symbol with their number.
-        is_each: the mask has several selections, one for each index of a dimension.
+        calls: traced calls of the work, in order.
     """
 
     place: str
-    file: str
-    lines: range
-    start: int
-    selection: Any
-    is_each: bool
+    selection: Selection
+    calls: list[fx.Node]
 
-    def calls(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Those of some nodes that are calls of these lines."""
-        places = [f'File "{self.file}", line {line}, ' for line in self.lines]
-        traces = ((node, node.meta.get("stack_trace") or "") for node in nodes)
-        here = [node for node, trace in traces if any(place in trace for place in places)]
-        return [node for node in here if node.op == "call_function"]
 
-    def other_effect(self, calls: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> fx.Node | None:
-        """The first of its calls that may change something where the selection is empty."""
-        sizes = self._sizes(nodes)
-        outside = {storage(node) for node in set(nodes).difference(calls)}
-        for call in calls:
-            at_places = _name(call) in _AT_PLACES
+class _Traced:
+    """A traced forward, and what it returned."""
+
+    def __init__(self, nodes: Sequence[fx.Node], output: Any) -> None:
+        self.order = {node: i for i, node in enumerate(nodes)}
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.returned = set(map(traced_node, leaves))
+        self.of_key: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.born: dict[int | None, int] = {}
+        self.last_write = {storage(t): i for i, node in enumerate(nodes) for t in written(node)}
+        for i, node in enumerate(nodes):
+            # Parameters are older than their first use.
+            self.born.setdefault(storage(node), i if node.op == "call_function" else -1)
+            self.of_key[_key(node)].append(node)
+
+    def other_effect(self, work: Work) -> tuple[fx.Node, str] | None:
+        """The first call that may change something where the selection is empty, and how."""
+        calls, begin = set(work.calls), self.order[work.calls[0]]
+        zeros, sizes = self._zeros(work.selection)
+        for call in work.calls:
+            name, reads = _name(call), call.all_input_nodes
+            at_none = not zeros.isdisjoint(_masks(call))
             for target in written(call):
-                places = [node for node in call.all_input_nodes if node is not target and at_places]
-                is_own = storage(target) not in outside
-                if not is_own and not any(_is_empty(node, sizes) for node in (target, *places)):
-                    return call
+                none = [read for read in reads if read is not target and name in _AT_PLACES]
+                is_own = at_none or self.born[storage(target)] >= begin
+                if not is_own and not any(_is_empty(node, sizes) for node in (target, *none)):
+                    return call, "writes to more than the places of the selection"
+            is_own = storage(call) is not None and self.born[storage(call)] >= begin
+            if is_own and (call in self.returned or not calls.issuperset(call.users)):
+                return call, "computes what is read elsewhere"
+            of_none = any(_is_empty(read, sizes) for read in reads)
+            if name in _ZEROS and (of_none or not zeros.isdisjoint(reads)):
+                zeros.add(call)
+            divisors = call.args[1:2] if name.startswith(("div", "true")) else call.args
+            numbers = [read for read in reads if isinstance(_value(read), torch.SymFloat)]
+            numbers += [n for n in divisors if isinstance(n, fx.Node) and name in _DIVISIONS]
+            is_infinite = any(n in zeros or sizes & _symbols(n) for n in numbers)
+            is_infinite |= of_none and name not in _OF_NONE
+            if is_infinite and _tensors(call) and not _is_empty(call, sizes):
+                return call, "computes from the selection what has no finite value"
         return None
 
-    def _sizes(self, nodes: Sequence[fx.Node]) -> set[Any]:
-        """Symbols that are zero where the selection is empty."""
-        if not isinstance(self.selection, fx.Node):
-            return set(free_unbacked_symbols(self.selection))
-        sizes: set[Any] = set()
-        for node in nodes:
-            if any(map(self._has_selection, _masks(node))):
-                inputs = [source.meta.get("val") for source in node.all_input_nodes]
-                sizes |= free_unbacked_symbols(node.meta["val"]) - free_unbacked_symbols(inputs)
-        return sizes
+    def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[Any]]:
+        """Values that are zero or false where a selection is empty, and symbols that are zero."""
+        if selection.number is not None:
+            return set(), set(free_unbacked_symbols(selection.number))
+        masks = [m for key in selection.keys for m in self.of_key[key] if not self._is_changed(m)]
+        if selection.asked is None or self._is_changed(selection.asked.args[0]):
+            masks = []
+        zeros, sizes, pending = set(masks), set[Any](), list(masks)
+        while pending:
+            node = pending.pop()
+            sizes |= _symbols(node)
+            for user in node.users:
+                if node in _masks(user) and _name(user) not in _AT_PLACES:
+                    known = free_unbacked_symbols([_value(read) for read in user.all_input_nodes])
+                    sizes |= free_unbacked_symbols(_value(user)) - known
+                elif _name(user) in _ZEROS and user not in zeros:
+                    zeros.add(user)
+                    pending.append(user)
+        return zeros, sizes
 
-    def _has_selection(self, mask: Any) -> bool:
-        mask = _stripped(mask)
-        if self.is_each and _name(mask) in ("select", "index"):
-            mask = _stripped(mask.args[0])
-        return _are_same(mask, self.selection)
+    def _is_changed(self, mask: Any) -> bool:
+        """True for a mask that is written to through a view of it, or of what it is made of."""
+        return any(self.last_write.get(storage(n), -1) > self.order[n] for n in _made_of(mask))
 
 
 class EmptySelections:
@@ -108,7 +158,20 @@ class EmptySelections:
 
     def __init__(self) -> None:
         self.places: set[str] = set()
+        self._asked: dict[FrameType, dict[range, Work]] = {}
         self._work: list[Work] = []
+
+    def note(self, call: fx.Node, frame: FrameType | None) -> None:
+        """Note a traced call of a frame, or of one that this has called, as of their work."""
+        while frame is not None and call.op == "call_function" and self._asked:
+            for lines, work in self._asked.get(frame, {}).items():
+                if frame.f_lineno in lines:
+                    work.calls.append(call)
+            frame = frame.f_back
+
+    def forget(self) -> None:
+        """Keep no frame of a forward that has ended."""
+        self._work, self._asked = [], {}
 
     def truth(self, frame: FrameType, asked: Any) -> bool | None:
         """The truth with which a statement works that asks whether a selection is empty; None for
@@ -122,7 +185,7 @@ class EmptySelections:
 
     def length(self, frame: FrameType, rows: torch.Tensor) -> int | None:
         """One for a length on which a statement works; None for any other length."""
-        truth, selection = _of_symbol(rows.shape[0]) if rows.dim() else (None, None)
+        truth, selection = _of_symbol(rows.shape[0]) if rows.dim() else _NOTHING
         return 1 if truth and self._note(frame, lines_of_branch(frame), selection) else None
 
     def hits(self, frame: FrameType, hits: torch.Tensor) -> Iterator[torch.Tensor] | None:
@@ -131,91 +194,95 @@ class EmptySelections:
         """
         chosen = _call(traced_node(hits))
         is_choice = _name(chosen) in ("nonzero", "where") and len(chosen.args) == 1
-        if not is_choice or not free_unbacked_symbols(hits.shape[:1]):
+        is_column = all(size == 1 for size in hits.shape[1:])
+        if not is_choice or not is_column or not free_unbacked_symbols(hits.shape[:1]):
             return None
-        (count, *others), (truth, mask) = chosen.args[0].meta["val"].shape, _of_node(chosen.args[0])
-        if others or not truth or not isinstance(count, int):
+        vector, (truth, selection) = _value(chosen.args[0]), _of_node(chosen.args[0])
+        lines, asked, count = lines_of_loop(frame), selection.asked, vector.numel()
+        is_vector = vector.dim() == 1 and isinstance(count, int)
+        if lines is None or asked is None or not (truth and is_vector):
             return None
-        if not self._note(frame, lines_of_loop(frame), mask, is_each=True):
+        mask, dims = _stripped(asked.args[0], _COPIES), tree_leaves(asked.args[1:2])
+        rank = _value(mask).dim()
+        kept = {*range(rank)} - {dim % rank for dim in dims}
+        if len(kept) != 1:
             return None
-        routed = _call(mask.args[0]) if _name(mask) == "one_hot" else mask
-        if _name(routed) == "topk":  # a mask may have more classes than there are experts
-            dim = routed.args[2] if len(routed.args) > 2 else -1
-            count = min(count, routed.args[0].meta["val"].shape[dim])
-        return (torch.tensor(i).reshape((1,) * (hits.dim() - 1)) for i in range(count))
+        count = min(count, _classes(mask, count))
+        entries = [torch.tensor(i).reshape((1,) * (hits.dim() - 1)) for i in range(count)]
 
-    def _note(
-        self, frame: FrameType, lines: range | None, selection: Any, *, is_each: bool = False
-    ) -> bool:
+        def each() -> Iterator[torch.Tensor]:
+            for index, entry in enumerate(entries):
+                keys = [("at", mask, *kept, at) for at in (index, _stripped(traced_node(entry)))]
+                self._note(frame, lines, Selection(keys=tuple(keys), asked=asked))
+                yield entry
+
+        return each()
+
+    def _note(self, frame: FrameType, lines: range | None, selection: Selection) -> bool:
         """True for work on a selection that is to be traced, which is noted."""
-        if lines is None or selection is None:
-            return False
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code.co_name != "forward":
-            caller = caller.f_back
-        if caller is not None and caller is not frame:
-            # Traced calls have the lines of forwards alone.
-            lines = range(caller.f_lineno, caller.f_lineno + 1)
-        file, place = (caller or frame).f_code.co_filename, place_of(frame)
-        self.places.add(place)
-        self._work.append(Work(place, file, lines, len(_graph().nodes), selection, is_each))
-        return True
+        if lines is not None:
+            work = Work(place_of(frame), selection, [])
+            self.places.add(work.place)
+            self._work.append(work)
+            self._asked.setdefault(frame, {})[lines] = work
+        return lines is not None
 
-    def other_effect(self) -> tuple[str, fx.Node | None] | None:
-        """After a trace, the place of work that may change something where its selection is empty,
-        and the call that does; None for a call if those of the work cannot be told from others.
+    def other_effect(self, output: Any) -> tuple[str, fx.Node, str] | None:
+        """The place of work that may change something where its selection is empty, the call that
+        does, and how; of a forward that was traced and has returned ``output``.
         """
-        work, self._work = self._work, []
-        nodes = list(_graph().nodes) if work else []
-        for i, part in enumerate(work):
-            # When the statement asks the next time, other work begins.
-            ends = (later.start for later in work[i + 1 :] if later.place == part.place)
-            calls = part.calls(nodes[part.start : next(ends, None)])
-            other = part.other_effect(calls, nodes)
-            if other is not None or not calls:
-                return part.place, other
+        parts = [work for work in self._work if work.calls]
+        traced = _Traced(list(_graph().nodes) if parts else [], output)
+        self.forget()
+        for work in parts:
+            if (other := traced.other_effect(work)) is not None:
+                return work.place, *other
         return None
 
 
-_Found = tuple[bool | None, Any]
-"""The truth that a value has where a selection has entries, and the selection, see ``Work``; None
-for a value that says nothing of that."""
+_Found = tuple[bool | None, Selection]
+"""The truth that a value has where a selection has entries, and the selection; no truth for a value
+that says nothing of that."""
+
+_NOTHING: _Found = None, Selection()
 
 
 def _of_node(node: Any) -> _Found:
     node = _stripped(node)
     name = _name(node)
-    if name == "any":
-        return True, _stripped(node.args[0])
     if name == "logical_not":
-        truth, mask = _of_node(node.args[0])
-        return None if truth is None else not truth, mask
-    if name not in COMPARED:
-        return None, None
-    return truth_if_compared(name, node.args[1]), _mask_counted(node.args[0])
+        truth, selection = _of_node(node.args[0])
+        return None if truth is None else not truth, selection
+    if name == "any":
+        return True, _of_mask(node)
+    truth = truth_if_compared(name, node.args[1]) if name in COMPARED else None
+    return _NOTHING if truth is None else _if_counts(truth, node.args[0])
 
 
-def _of_symbol(value: Any) -> _Found:
-    symbols = free_unbacked_symbols(value)
-    if len(symbols) != 1 or value.node.expr.free_symbols != symbols:
-        return None, None
-    (symbol,), expression = symbols, value.node.expr
+def _of_symbol(number: Any) -> _Found:
+    symbols = free_unbacked_symbols(number)
+    if len(symbols) != 1 or number.node.expr.free_symbols != symbols:
+        return _NOTHING
+    (symbol,), expression = symbols, number.node.expr
     sides = expression.args if expression.is_Relational else (expression,)
     if not all(side.diff(symbol).is_number for side in sides):
-        return None, None  # n % 4 == 0 is true of more than none
+        return _NOTHING  # n % 4 == 0 is true of more than none
     truth = truth_unless_zero(lambda count: bool(expression.subs(symbol, count)))
     for node in _graph().nodes:
-        is_number = _name(node) in ("item", "_local_scalar_dense")
-        if is_number and symbol in free_unbacked_symbols(node.meta["val"]):
-            return truth, _mask_counted(node.args[0])
-    return truth, value
+        if _name(node) in ("item", "_local_scalar_dense") and symbol in _symbols(node):
+            return _if_counts(truth, node.args[0])
+    return truth, Selection(number)
 
 
-def _mask_counted(total: Any) -> Any:
-    """The mask whose true entries a call counts; None for other calls."""
+def _if_counts(truth: bool | None, total: Any) -> _Found:
+    """The truth of a count of the true entries of a mask, and these."""
     total = _stripped(total)
-    mask = _stripped(total.args[0]) if _name(total) == "sum" else None
-    return mask if _is_mask(mask) else None
+    is_count = _name(total) == "sum" and _is_mask(total.args[0])
+    return (truth, _of_mask(total)) if is_count else _NOTHING
+
+
+def _of_mask(asked: fx.Node) -> Selection:
+    return Selection(keys=(_key(asked.args[0]),), asked=asked)
 
 
 def _is_mask(node: Any) -> bool:
@@ -223,33 +290,54 @@ def _is_mask(node: Any) -> bool:
     node = _stripped(node)
     if _name(node) == "mul":
         return all(map(_is_mask, node.args))
-    is_bool = isinstance(node, fx.Node) and node.meta["val"].dtype is torch.bool
+    is_bool = isinstance(node, fx.Node) and _value(node).dtype is torch.bool
     return is_bool or _name(node) == "one_hot"
 
 
 def _masks(node: fx.Node) -> list[fx.Node]:
     """Masks of which a call takes the true entries."""
     name, args = _name(node), list(node.args)
-    chosen: Any = args[1] if name == "index" else args[1:] if name == "masked_select" else ()
-    if name in ("nonzero", "nonzero_numpy") or (name == "where" and len(args) == 1):
+    chosen: Any = args[1:2] if name.startswith("masked_") else ()
+    if name in ("index", "index_put_"):
+        chosen = args[1]
+    elif name in ("nonzero", "nonzero_numpy") or (name == "where" and len(args) == 1):
         chosen = args[:1]
     return [mask for mask in chosen if isinstance(mask, fx.Node)]
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """True for one value, or one part of it, whose entries are taken in any order."""
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return bool(one == other)
-    one, other = _stripped(one), _stripped(other)
-    is_part = one.target is other.target and _name(one) in ("select", "eq")
-    return one is other or (is_part and all(map(_are_same, one.args, other.args)))
-
-
-def _stripped(node: Any) -> Any:
-    """The value of which a node shows all entries in another shape, order or type."""
-    while _name(node) in _VIEWS:
-        node = node.args[0]
+def _key(node: Any) -> Any:
+    """A value as what it has been made of: equal for values, or parts, with the same entries."""
+    node = _stripped(node)
+    name, args = _name(node), [_stripped(arg, _COPIES) for arg in getattr(node, "args", ())]
+    if name == "eq" and not isinstance(args[1], fx.Node):
+        return name, _key(args[0]), args[1]
+    if name == "select":
+        return "at", args[0], args[1] % _value(args[0]).dim(), args[2]
+    if name == "index" and [i for i in args[1] if i is not None] == args[1][-1:]:
+        at = _stripped(args[1][-1])
+        while _name(at) == "select":  # of one index
+            at = _stripped(at.args[0])
+        return "at", args[0], len(args[1]) - 1, at
     return node
+
+
+def _stripped(node: Any, views: set[str] = _VIEWS) -> Any:
+    """The value of which a node shows all entries in another shape, order or type, but for types
+    in which numbers may be zero that are not.
+    """
+    while _name(node) in views:
+        source, dtype = node.args[0], _value(node.args[0]).dtype
+        if dtype.is_floating_point and dtype is not _value(node).dtype:
+            break
+        node = source
+    return node
+
+
+def _made_of(node: Any) -> Iterator[fx.Node]:
+    """A mask, and what it shows in another way, or a part of."""
+    while isinstance(node, fx.Node):
+        yield node
+        node = node.args[0] if _name(node) in {*_VIEWS, "eq", "select", "index"} else None
 
 
 def _call(node: Any) -> Any:
@@ -259,16 +347,46 @@ def _call(node: Any) -> Any:
     return _stripped(node.args[0]) if is_part else node
 
 
+def _classes(mask: Any, most: int) -> int:
+    """Classes of which a one-hot mask can have entries: of experts those ``topk`` chooses from."""
+    mask = _stripped(mask)
+    indices = list(_made_of(mask.args[0] if _name(mask) == "one_hot" else mask))
+    chosen = _call(indices[-1])
+    writes = {storage(target) for node in _graph().nodes for target in written(node)}
+    if _name(chosen) != "topk" or not writes.isdisjoint(map(storage, indices)):
+        return most
+    dim = chosen.args[2] if len(chosen.args) > 2 else -1
+    return int(_value(chosen.args[0]).shape[dim])
+
+
 def _name(node: Any) -> str:
     """Name of a call's operation, such as ``index_put_``; empty for anything else."""
     schema = getattr(getattr(node, "target", None), "_schema", None)
     return schema.name.partition("::")[2] if schema is not None else ""
 
 
+def _value(node: Any) -> Any:
+    return node.meta.get("val")
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(_value(node)) if isinstance(value, torch.Tensor)]
+
+
+def _symbols(node: fx.Node) -> set[Any]:
+    """Symbols in a number that only a run knows."""
+    is_number = isinstance(_value(node), torch.SymInt | torch.SymFloat)
+    return set(free_unbacked_symbols(_value(node))) if is_number else set()
+
+
 def _is_empty(node: fx.Node, sizes: set[Any]) -> bool:
-    """True for a tensor without entries where these sizes are zero."""
-    shape, zeros = getattr(node.meta.get("val"), "shape", ()), dict.fromkeys(sizes, 0)
-    return any(isinstance(n, torch.SymInt) and n.node.expr.subs(zeros) == 0 for n in shape)
+    """True for tensors without entries where these sizes are zero."""
+    zeros = dict.fromkeys(sizes, 0)
+    empty = [
+        any(isinstance(size, torch.SymInt) and size.node.expr.subs(zeros) == 0 for size in v.shape)
+        for v in _tensors(node)
+    ]
+    return bool(empty) and all(empty)
 
 
 def _graph() -> fx.Graph:

@@ -57,7 +57,7 @@ class ReturnsLoss(nn.Module):
             return scalars(call_module(self.module, batch, traced=True))
         before = [(owner._buffers, dict(owner._buffers)) for owner in self.module.modules()]
         output = call_module(self.module, batch, traced=True)
-        if (other := self.selections.other_effect()) is not None:
+        if (other := self.selections.other_effect(output)) is not None:
             raise _refused_work(*other)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
@@ -302,14 +302,11 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         yield
 
 
-def _refused_work(place: str, call: fx.Node | None) -> CaptureError:
-    why = "no call of it is in a forward of its own"
-    if call is not None:
-        why = f"{user_line(call)} writes to more than the places of the selection"
+def _refused_work(place: str, call: fx.Node, how: str) -> CaptureError:
     return CaptureError(
-        f"{place} leaves work out where a selection is empty, and {why}, so the operations "
-        "differ from batch to batch; compute for the selection alone (x[rows]) and write to its "
-        "places (out[rows] += y, or out.index_add_(0, rows, y))"
+        f"{place} leaves work out where a selection is empty, and {user_line(call)} {how}, so the "
+        "operations differ from batch to batch; compute for the selection alone (x[rows]) and "
+        "write to its places (out[rows] += y, or out.index_add_(0, rows, y))"
     )
 
 

@@ -24,7 +24,11 @@ COMPARED: dict[str, Callable[[int, int], bool]] = {
 }
 """Comparisons by their names in Python's syntax trees and in torch."""
 
-_LEAVES = (ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
+_LEAVES = (
+    *(ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Await),
+    *(ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Match),
+)
+"""Statements that leave a function, or bind names that are no ``ast.Name``."""
 
 
 def place_of(frame: FrameType) -> str:
@@ -155,12 +159,19 @@ def _is_closed(work: list[ast.stmt], parents: dict[ast.AST, ast.AST], frame: Fra
         function = parents.get(function)
     if function is None:
         return False
+    everywhere = list(ast.walk(function))
+    if any(isinstance(node, ast.Global | ast.Nonlocal) for node in everywhere):
+        return False
     inside = {node for statement in work for node in ast.walk(statement)}
     tensors = {name for name, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
     assigned = set()
     for node in inside:
         is_call = isinstance(node, ast.Expr) and not _is_in_place(node.value)
-        if is_call or isinstance(node, _LEAVES):
+        owner = getattr(getattr(node, "func", None), "value", None)  # of parts.append(y)
+        is_kept = isinstance(owner, ast.Name) and isinstance(
+            frame.f_locals.get(owner.id), list | dict | set
+        )
+        if is_call or is_kept or isinstance(node, _LEAVES):
             return False
         if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
             changed: Any = node.value if isinstance(node, ast.Subscript) else node
@@ -170,9 +181,9 @@ def _is_closed(work: list[ast.stmt], parents: dict[ast.AST, ast.AST], frame: Fra
             if isinstance(node, ast.Subscript | ast.Attribute):
                 return False
             assigned.add(_name(node))
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    names = [node for node in everywhere if isinstance(node, ast.Name)]
     elsewhere = {name.id for name in names if name not in inside}
-    elsewhere |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    elsewhere |= {node.arg for node in everywhere if isinstance(node, ast.arg)}
     read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
     return not assigned & elsewhere & read
 

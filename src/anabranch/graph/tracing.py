@@ -118,19 +118,29 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
         constant = getattr(tensor, "constant", None)  # of a tensor that is traced
         return str(plain_text(tensor if constant is None else constant, form))
 
+    def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = plain_node(tracer, *args, **kwargs)
+        selections.note(node, sys._getframe(1))
+        return node
+
     truths = [
         (tensors, "__format__", text),
         (tensors, "__len__", length),
         (tensors, "__bool__", truth_of_tensor),
         (symbols, "__bool__", truth_of_symbol),
         (tensors, "__iter__", entries),
+        (fx.Tracer, "create_node", create_node),
     ]
     with _TRACING:  # the truth of a tensor is that of all threads
         tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
         plain_entries, plain_length = tensors.__iter__, tensors.__len__
         plain_text = tensors.__format__
-        with with_attributes(truths):
-            yield
+        plain_node = fx.Tracer.create_node
+        try:
+            with with_attributes(truths):
+                yield
+        finally:
+            selections.forget()
 
 
 def _is_in_torch(frame: FrameType) -> bool:
