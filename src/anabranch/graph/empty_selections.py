@@ -46,20 +46,18 @@ _COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
 _ZEROS = {
     *_RESHAPES,
     *_COPIES,
-    "sum",
-    "mul",
-    "select",
-    "slice",
-    "expand",
-    "item",
-    "_local_scalar_dense",
+    *("sum", "any", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"),
 }
-"""Calls that make zeros of zeros."""
+"""Calls that make zeros of zeros, and of no entries."""
 
-_OF_NONE = {"sum", "cat", *_AT_PLACES, *(name.strip("_") for name in _AT_PLACES)}
-"""Calls that may make entries of no entries, finite ones."""
+_FINITE = {
+    *_AT_PLACES,
+    *(name.strip("_") for name in _AT_PLACES),
+    *("add", "add_", "sub", "rsub", "neg", "clamp", "clamp_min", "maximum", "where", "cat"),
+    *("stack", "exp", "sigmoid", "softmax", "tanh", "relu", "linear", "matmul", "zeros_like"),
+}
+"""Further calls that are finite there, and so are their derivatives."""
 
-_DIVISIONS = {"div", "divide", "true_divide", "reciprocal", "rsqrt", "log", "log2", "pow"}
 _COMPARED: dict[str, Any] = {
     **dict.fromkeys(("gt", "greater"), operator.gt),
     **dict.fromkeys(("ge", "greater_equal"), operator.ge),
@@ -105,44 +103,36 @@ class _Traced:
         self.order = {node: i for i, node in enumerate(nodes)}
         self.returned = {_node(leaf) for leaf in tree_leaves(output) if _is_tensor(leaf)}
         self.of_key: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.of_symbol: dict[str, list[fx.Node]] = defaultdict(list)
         self.born: dict[int | None, int] = {}
         self.last_write = {_storage(t): i for i, node in enumerate(nodes) for t in written(node)}
         for i, node in enumerate(nodes):
             # Parameters are older than their first use.
             self.born.setdefault(_storage(node), i if node.op == "call_function" else -1)
             self.of_key[_key(node)].append(node)
+            for symbol in _symbols_of(node):
+                self.of_symbol[symbol].append(node)
 
     def other_effect(self, work: Work) -> tuple[fx.Node, str] | None:
         """The first call that may change something where the selection is empty, and how."""
         calls, begin = set(work.calls), self.order[work.calls[0]]
         zeros, sizes = self._zeros(work.selection)
+        infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
         for call in work.calls:
-            name, reads = _name_of(call), call.all_input_nodes
+            reads = call.all_input_nodes
             masks = [mask for mask in _masks(call) if mask in zeros]
             for target in written(call):
-                none = [read for read in reads if read is not target and name in _AT_PLACES]
+                none = [
+                    read for read in reads if read is not target and _name_of(call) in _AT_PLACES
+                ]
                 is_own = self.born[_storage(target)] >= begin
                 if not (is_own or masks or any(_is_empty(node, sizes) for node in (target, *none))):
                     return call, "writes to more than the places of the selection"
             is_own = _is_tensor(call.meta.get("val")) and self.born[_storage(call)] >= begin
             if is_own and (call in self.returned or not calls.issuperset(call.users)):
                 return call, "computes what is read elsewhere"
-            of_none = any(_is_empty(read, sizes) for read in reads)
-            if name in _ZEROS and (of_none or not zeros.isdisjoint(reads)):
-                zeros.add(call)
-            divisors = call.args[1:2] if name.startswith(("div", "true")) else call.args
-            is_infinite = name in _DIVISIONS and any(
-                isinstance(node, fx.Node) and (node in zeros or _symbols(node.meta["val"]) & sizes)
-                for node in divisors
-            )
-            is_infinite |= any(
-                isinstance(read.meta.get("val"), torch.SymFloat)
-                and _symbols(read.meta["val"]) & sizes
-                for read in reads
-            )
-            has_entries = any(map(_is_tensor, _values(call))) and not _is_empty(call, sizes)
-            if has_entries and (is_infinite or (of_none and name not in _OF_NONE)):
-                return call, "computes from the selection what has no finite value"
+            if call in infinite or not infinite.isdisjoint(reads):
+                return call, "computes from the selection what may be infinite"
         return None
 
     def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[str]]:
@@ -159,13 +149,37 @@ class _Traced:
             sizes |= _symbols(node.meta["val"])
             for user in node.users:
                 if node in _masks(user) and _name_of(user) not in _AT_PLACES:
-                    found = {s for value in _values(user) for n in value.shape for s in _symbols(n)}
-                    known = [v for read in user.all_input_nodes for v in _values(read)]
-                    sizes |= found.difference(*(_symbols(n) for v in known for n in v.shape))
+                    known = {s for read in user.all_input_nodes for s in _symbols_of(read)}
+                    sizes |= _symbols_of(user) - known
                 elif _name_of(user) in _ZEROS and user not in zeros:
                     zeros.add(user)
                     pending.append(user)
         return zeros, sizes
+
+    def _infinite(self, zeros: set[fx.Node], sizes: set[str], last: int) -> set[fx.Node]:
+        """Values with entries that may be infinite, or have such a gradient, or fail, where the
+        selection is empty, up to the last call of the work: in them a gradient of zeros is none.
+        """
+        infinite: set[fx.Node] = set()
+        pending = [*zeros, *(node for size in sizes for node in self.of_symbol[size])]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            is_none, is_infinite = _is_empty(node, sizes), node in infinite
+            is_infinite |= isinstance(node.meta["val"], torch.SymFloat)  # such as 1 / n
+            for user in node.users:
+                name, values = _name_of(user), _values(user)
+                if user in seen or not values or _is_empty(user, sizes) or self.order[user] > last:
+                    continue
+                is_zero = name in _ZEROS or (name == "div" and user.args[1] is not node)
+                is_whole = all(not v.is_floating_point() for v in values) and not is_none
+                if is_infinite or not (is_zero or is_whole or name in _FINITE):
+                    infinite.add(user)
+                elif not is_zero:
+                    continue
+                seen.add(user)
+                pending.append(user)
+        return infinite
 
     def _is_changed(self, mask: Any) -> bool:
         """True for a mask that is written to through a view of it, or of what it is made of."""
@@ -309,7 +323,11 @@ def _truth(expression: Any) -> bool | None:
 
 
 def _of_mask(asked: fx.Node) -> Selection:
-    return Selection(keys=(_key(asked.args[0]),), asked=asked)
+    keys, mask = list[Any](), asked
+    while _name_of(mask) == "any" or mask is asked:  # entries of mask.any(1) are those of the mask
+        keys.append(_key(mask.args[0]))
+        mask = _stripped(mask.args[0])
+    return Selection(keys=tuple(keys), asked=asked)
 
 
 def _counts(total: Any) -> bool:
@@ -407,6 +425,12 @@ def _symbols(size: Any) -> set[str]:
     expression = size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else None
     names = map(str, getattr(expression, "free_symbols", ()))
     return {name for name in names if name.startswith(("u", "zuf"))}
+
+
+def _symbols_of(node: fx.Node) -> set[str]:
+    """Those of a number, or of the sizes of tensors."""
+    numbers = [size for value in _values(node) for size in value.shape]
+    return set[str]().union(*map(_symbols, [node.meta.get("val"), *numbers]))
 
 
 def _is_tensor(value: Any) -> bool:
