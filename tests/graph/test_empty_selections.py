@@ -82,6 +82,15 @@ def clears(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor
     return out
 
 
+def first_ones(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        if (chosen == e).any():
+            rows = torch.where(chosen == e)[0][:3]
+            out[rows] += expert(e, x[rows])
+    return out
+
+
 def grows(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(4):
@@ -135,9 +144,19 @@ def of_no_one(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Ten
     out = torch.zeros_like(x)
     for e in range(4):
         is_chosen = (chosen == e).any(-1)
+        # The gradient of the weights would be zero times infinity, where nobody chooses.
+        scale = weights.mean(0)[:1] / is_chosen.sum()
         if is_chosen.any():
-            # The gradient of the weights would be zero times infinity, where nobody chooses.
-            scale = weights.mean(0)[:1] / is_chosen.sum()
+            out[is_chosen] += scale * expert(e, x[is_chosen])
+    return out
+
+
+def roots(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        is_chosen = (chosen == e).any(-1)
+        if is_chosen.any():
+            scale = (weights * (chosen == e)).sum().sqrt()
             out[is_chosen] += scale * expert(e, x[is_chosen])
     return out
 
@@ -295,7 +314,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mix", [by_size, by_length, by_any, by_number, hits, overwritten_hits, clears]
+    "mix", [by_size, by_length, by_any, by_number, hits, overwritten_hits, clears, first_ones]
 )
 def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
     """Loss and gradients are those of the plain call, which leaves it out; a warning says so."""
@@ -315,13 +334,13 @@ def test_work_that_does_more_is_refused(mix: Callable[..., Tensor]) -> None:
         capture(Mixture(mix), torch.randn(4, 3))
 
 
-@pytest.mark.parametrize(
-    "mix",
-    [
-        *(of_no_one, of_no_row, of_no_count, keeps, appends, columns, overwritten, truncated),
-        *(misses, next_hits, samples_hit),
-    ],
+OTHERS = (
+    *(of_no_one, roots, of_no_row, of_no_count, keeps, appends, columns, overwritten, truncated),
+    *(misses, next_hits, samples_hit),
 )
+
+
+@pytest.mark.parametrize("mix", OTHERS)
 def test_work_with_other_results_is_refused(mix: Callable[..., Tensor]) -> None:
     """On an empty selection it would compute infinities, fail, keep something, or be of another
     selection.

@@ -46,13 +46,16 @@ _COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
 _VIEWS = {
     *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", *_COPIES),
 }
-_ZEROS = {*_VIEWS, "sum", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"}
-"""Calls that make zeros of zeros."""
+_ZEROS = {*_VIEWS, "sum", "any", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"}
+"""Calls that make zeros of zeros, and of no entries."""
 
-_OF_NONE = {"sum", "cat", *_AT_PLACES, *(name.strip("_") for name in _AT_PLACES)}
-"""Calls that may make entries of no entries, finite ones."""
-
-_DIVISIONS = {"div", "divide", "true_divide", "reciprocal", "rsqrt", "log", "log2", "pow"}
+_FINITE = {
+    *_AT_PLACES,
+    *(name.strip("_") for name in _AT_PLACES),
+    *("add", "add_", "sub", "rsub", "neg", "clamp", "clamp_min", "maximum", "where", "cat"),
+    *("stack", "exp", "sigmoid", "softmax", "tanh", "relu", "linear", "matmul", "zeros_like"),
+}
+"""Further calls that are finite there, and so are their derivatives."""
 
 
 class Selection(NamedTuple):
@@ -90,38 +93,34 @@ class _Traced:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self.returned = set(map(traced_node, leaves))
         self.of_key: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.of_symbol: dict[Any, list[fx.Node]] = defaultdict(list)
         self.born: dict[int | None, int] = {}
         self.last_write = {storage(t): i for i, node in enumerate(nodes) for t in written(node)}
         for i, node in enumerate(nodes):
             # Parameters are older than their first use.
             self.born.setdefault(storage(node), i if node.op == "call_function" else -1)
             self.of_key[_key(node)].append(node)
+            for symbol in _symbols(node):
+                self.of_symbol[symbol].append(node)
 
     def other_effect(self, work: Work) -> tuple[fx.Node, str] | None:
         """The first call that may change something where the selection is empty, and how."""
         calls, begin = set(work.calls), self.order[work.calls[0]]
         zeros, sizes = self._zeros(work.selection)
+        infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
         for call in work.calls:
-            name, reads = _name(call), call.all_input_nodes
+            reads, at_places = call.all_input_nodes, _name(call) in _AT_PLACES
             at_none = not zeros.isdisjoint(_masks(call))
             for target in written(call):
-                none = [read for read in reads if read is not target and name in _AT_PLACES]
+                none = [read for read in reads if read is not target and at_places]
                 is_own = at_none or self.born[storage(target)] >= begin
                 if not is_own and not any(_is_empty(node, sizes) for node in (target, *none)):
                     return call, "writes to more than the places of the selection"
             is_own = storage(call) is not None and self.born[storage(call)] >= begin
             if is_own and (call in self.returned or not calls.issuperset(call.users)):
                 return call, "computes what is read elsewhere"
-            of_none = any(_is_empty(read, sizes) for read in reads)
-            if name in _ZEROS and (of_none or not zeros.isdisjoint(reads)):
-                zeros.add(call)
-            divisors = call.args[1:2] if name.startswith(("div", "true")) else call.args
-            numbers = [read for read in reads if isinstance(_value(read), torch.SymFloat)]
-            numbers += [n for n in divisors if isinstance(n, fx.Node) and name in _DIVISIONS]
-            is_infinite = any(n in zeros or sizes & _symbols(n) for n in numbers)
-            is_infinite |= of_none and name not in _OF_NONE
-            if is_infinite and _tensors(call) and not _is_empty(call, sizes):
-                return call, "computes from the selection what has no finite value"
+            if not infinite.isdisjoint((call, *reads)):
+                return call, "computes from the selection what may be infinite"
         return None
 
     def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[Any]]:
@@ -134,15 +133,39 @@ class _Traced:
         zeros, sizes, pending = set(masks), set[Any](), list(masks)
         while pending:
             node = pending.pop()
-            sizes |= _symbols(node)
+            sizes |= set() if _tensors(node) else _symbols(node)
             for user in node.users:
                 if node in _masks(user) and _name(user) not in _AT_PLACES:
-                    known = free_unbacked_symbols([_value(read) for read in user.all_input_nodes])
-                    sizes |= free_unbacked_symbols(_value(user)) - known
+                    sizes |= _symbols(user).difference(*map(_symbols, user.all_input_nodes))
                 elif _name(user) in _ZEROS and user not in zeros:
                     zeros.add(user)
                     pending.append(user)
         return zeros, sizes
+
+    def _infinite(self, zeros: set[fx.Node], sizes: set[Any], last: int) -> set[fx.Node]:
+        """Values with entries that may be infinite, or have such a gradient, or fail, where the
+        selection is empty, up to the last call of the work: in them a gradient of zeros is none.
+        """
+        infinite: set[fx.Node] = set()
+        pending = [*zeros, *(node for size in sizes for node in self.of_symbol[size])]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            is_none, is_float = _is_empty(node, sizes), isinstance(_value(node), torch.SymFloat)
+            for user in node.users:
+                name, values = _name(user), _tensors(user)
+                if user in seen or not values or _is_empty(user, sizes) or self.order[user] > last:
+                    continue
+                is_zero = name in _ZEROS or (name == "div" and user.args[1] is not node)
+                is_whole = not (is_none or any(value.is_floating_point() for value in values))
+                is_finite = is_zero or is_whole or name in _FINITE
+                if node in infinite or is_float or not is_finite:  # a float such as 1 / n
+                    infinite.add(user)
+                elif not is_zero:
+                    continue
+                seen.add(user)
+                pending.append(user)
+        return infinite
 
     def _is_changed(self, mask: Any) -> bool:
         """True for a mask that is written to through a view of it, or of what it is made of."""
@@ -282,7 +305,11 @@ def _if_counts(truth: bool | None, total: Any) -> _Found:
 
 
 def _of_mask(asked: fx.Node) -> Selection:
-    return Selection(keys=(_key(asked.args[0]),), asked=asked)
+    keys, mask = [_key(asked.args[0])], _stripped(asked.args[0])
+    while _name(mask) == "any":  # entries of mask.any(1) are those of the mask
+        keys.append(_key(mask.args[0]))
+        mask = _stripped(mask.args[0])
+    return Selection(keys=tuple(keys), asked=asked)
 
 
 def _is_mask(node: Any) -> bool:
@@ -374,9 +401,10 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _symbols(node: fx.Node) -> set[Any]:
-    """Symbols in a number that only a run knows."""
+    """Symbols in a number, or in the sizes of tensors, that only a run knows."""
     is_number = isinstance(_value(node), torch.SymInt | torch.SymFloat)
-    return set(free_unbacked_symbols(_value(node))) if is_number else set()
+    numbers = [_value(node)] if is_number else [value.shape for value in _tensors(node)]
+    return set(free_unbacked_symbols(numbers))
 
 
 def _is_empty(node: fx.Node, sizes: set[Any]) -> bool:

@@ -174,7 +174,7 @@ def export(
                     module.selections = selections = EmptySelections()
                     stack.enter_context(tracing.without_raising_guards(checks, selections))
                     stack.enter_context(tracing.library_rules())
-                    stack.enter_context(tracing.NoGradUnderAutocast())
+                    stack.enter_context(tracing.NoGradDetached())
                 exported = torch.export.export(
                     module,
                     tuple(leaves),

@@ -2,8 +2,8 @@
 
 Checks of the data that do nothing but raise are left out (``without_raising_guards``),
 ``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), what is computed without
-gradients under autocast is detached (``NoGradUnderAutocast``), and library code that tracing cannot
-follow is replaced by code with the same values (``library_rules``, and ``multimodal`` for its own).
+gradients is detached (``NoGradDetached``), and library code that tracing cannot follow is replaced
+by code with the same values (``library_rules``, and ``multimodal`` for its own models).
 """
 
 from __future__ import annotations
@@ -228,16 +228,16 @@ def _asked_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
-class NoGradUnderAutocast(TorchFunctionMode):
-    """Inside, results that have no gradient under ``torch.autocast``, though an argument has one,
-    are detached: an exported program forgets ``no_grad`` there.
+class NoGradDetached(TorchFunctionMode):
+    """Inside, results that have no gradient, though an argument has one, are detached: an exported
+    program forgets ``no_grad`` in a region of ``torch.autocast``, also where that is disabled.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() or not torch._C._is_any_autocast_enabled():
+        if torch.is_grad_enabled():
             return result
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in read):
