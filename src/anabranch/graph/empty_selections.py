@@ -119,31 +119,22 @@ class _Traced:
         zeros, sizes = self._zeros(work.selection)
         infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
         for call in work.calls:
-            reads = call.all_input_nodes
-            masks = [mask for mask in _masks(call) if mask in zeros]
+            reads = call.all_input_nodes if _name_of(call) in _AT_PLACES else []
             for target in written(call):
-                none = [
-                    read for read in reads if read is not target and _name_of(call) in _AT_PLACES
-                ]
-                is_own = self.born[_storage(target)] >= begin
-                if not (is_own or masks or any(_is_empty(node, sizes) for node in (target, *none))):
+                none = any(_is_empty(node, sizes) for node in (target, *reads))
+                if self.born[_storage(target)] < begin and not (none or zeros & {*_masks(call)}):
                     return call, "writes to more than the places of the selection"
             is_own = _is_tensor(call.meta.get("val")) and self.born[_storage(call)] >= begin
             if is_own and (call in self.returned or not calls.issuperset(call.users)):
                 return call, "computes what is read elsewhere"
-            if call in infinite or not infinite.isdisjoint(reads):
+            if not infinite.isdisjoint((call, *call.all_input_nodes)):
                 return call, "computes from the selection what may be infinite"
         return None
 
     def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[str]]:
         """Values that are zero or false where a selection is empty, and symbols of sizes."""
-        if selection.size:
-            return set(), {selection.size}
-        asked: Any = selection.asked
         masks = [m for key in selection.keys for m in self.of_key[key] if not self._is_changed(m)]
-        if self._is_changed(asked.args[0]):
-            masks = []
-        zeros, sizes, pending = set(masks), set(), list(masks)
+        zeros, sizes, pending = set(masks), {selection.size} - {""}, masks
         while pending:
             node = pending.pop()
             sizes |= _symbols(node.meta["val"])
@@ -151,34 +142,34 @@ class _Traced:
                 if node in _masks(user) and _name_of(user) not in _AT_PLACES:
                     known = {s for read in user.all_input_nodes for s in _symbols_of(read)}
                     sizes |= _symbols_of(user) - known
-                elif _name_of(user) in _ZEROS and user not in zeros:
+                elif _name_of(user) in _ZEROS and user not in zeros and not self._is_changed(user):
                     zeros.add(user)
                     pending.append(user)
         return zeros, sizes
 
     def _infinite(self, zeros: set[fx.Node], sizes: set[str], last: int) -> set[fx.Node]:
-        """Values with entries that may be infinite, or have such a gradient, or fail, where the
-        selection is empty, up to the last call of the work: in them a gradient of zeros is none.
+        """Values that fail, or may be infinite or have such a gradient, where the selection is
+        empty, up to the last call of the work: there a gradient of zeros does not remain one.
         """
-        infinite: set[fx.Node] = set()
-        pending = [*zeros, *(node for size in sizes for node in self.of_symbol[size])]
-        seen = set(pending)
+        infinite, pending = set[fx.Node](), list(zeros)
+        pending += (node for size in sizes for node in self.of_symbol[size])
+        known = set(pending)
         while pending:
             node = pending.pop()
             is_none, is_infinite = _is_empty(node, sizes), node in infinite
             is_infinite |= isinstance(node.meta["val"], torch.SymFloat)  # such as 1 / n
             for user in node.users:
                 name, values = _name_of(user), _values(user)
-                if user in seen or not values or _is_empty(user, sizes) or self.order[user] > last:
+                if not values or self.order[user] > last:
                     continue
                 is_zero = name in _ZEROS or (name == "div" and user.args[1] is not node)
+                is_zero &= not is_none or name != "select"  # there is no first of none
                 is_whole = all(not v.is_floating_point() for v in values) and not is_none
-                if is_infinite or not (is_zero or is_whole or name in _FINITE):
-                    infinite.add(user)
-                elif not is_zero:
-                    continue
-                seen.add(user)
-                pending.append(user)
+                is_fine = is_zero or is_whole or name in _FINITE or _is_empty(user, sizes)
+                group = infinite if is_infinite or not is_fine else known if is_zero else {user}
+                if user not in group:
+                    group.add(user)
+                    pending.append(user)
         return infinite
 
     def _is_changed(self, mask: Any) -> bool:
