@@ -170,6 +170,15 @@ def of_no_row(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Ten
     return out
 
 
+def of_no_first(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            out[rows] += expert(e, x[rows]) + x[rows][0]
+    return out
+
+
 def of_no_count(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(4):
@@ -335,7 +344,18 @@ def test_work_that_does_more_is_refused(mix: Callable[..., Tensor]) -> None:
 
 
 OTHERS = (
-    *(of_no_one, roots, of_no_row, of_no_count, keeps, appends, columns, overwritten, truncated),
+    *(
+        of_no_one,
+        roots,
+        of_no_row,
+        of_no_first,
+        of_no_count,
+        keeps,
+        appends,
+        columns,
+        overwritten,
+        truncated,
+    ),
     *(misses, next_hits, samples_hit),
 )
 

@@ -109,62 +109,57 @@ class _Traced:
         zeros, sizes = self._zeros(work.selection)
         infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
         for call in work.calls:
-            reads, at_places = call.all_input_nodes, _name(call) in _AT_PLACES
-            at_none = not zeros.isdisjoint(_masks(call))
+            reads = call.all_input_nodes if _name(call) in _AT_PLACES else []
             for target in written(call):
-                none = [read for read in reads if read is not target and at_places]
-                is_own = at_none or self.born[storage(target)] >= begin
-                if not is_own and not any(_is_empty(node, sizes) for node in (target, *none)):
+                is_none = any(_is_empty(node, sizes) for node in (target, *reads))
+                is_none |= not zeros.isdisjoint(_masks(call))
+                if self.born[storage(target)] < begin and not is_none:
                     return call, "writes to more than the places of the selection"
             is_own = storage(call) is not None and self.born[storage(call)] >= begin
             if is_own and (call in self.returned or not calls.issuperset(call.users)):
                 return call, "computes what is read elsewhere"
-            if not infinite.isdisjoint((call, *reads)):
+            if not infinite.isdisjoint((call, *call.all_input_nodes)):
                 return call, "computes from the selection what may be infinite"
         return None
 
     def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[Any]]:
         """Values that are zero or false where a selection is empty, and symbols that are zero."""
-        if selection.number is not None:
-            return set(), set(free_unbacked_symbols(selection.number))
         masks = [m for key in selection.keys for m in self.of_key[key] if not self._is_changed(m)]
-        if selection.asked is None or self._is_changed(selection.asked.args[0]):
-            masks = []
-        zeros, sizes, pending = set(masks), set[Any](), list(masks)
+        zeros, sizes, pending = set(masks), set(free_unbacked_symbols(selection.number)), masks
         while pending:
             node = pending.pop()
             sizes |= set() if _tensors(node) else _symbols(node)
             for user in node.users:
                 if node in _masks(user) and _name(user) not in _AT_PLACES:
                     sizes |= _symbols(user).difference(*map(_symbols, user.all_input_nodes))
-                elif _name(user) in _ZEROS and user not in zeros:
+                elif _name(user) in _ZEROS and user not in zeros and not self._is_changed(user):
                     zeros.add(user)
                     pending.append(user)
         return zeros, sizes
 
     def _infinite(self, zeros: set[fx.Node], sizes: set[Any], last: int) -> set[fx.Node]:
-        """Values with entries that may be infinite, or have such a gradient, or fail, where the
-        selection is empty, up to the last call of the work: in them a gradient of zeros is none.
+        """Values that fail, or may be infinite or have such a gradient, where the selection is
+        empty, up to the last call of the work: there a gradient of zeros does not remain one.
         """
-        infinite: set[fx.Node] = set()
-        pending = [*zeros, *(node for size in sizes for node in self.of_symbol[size])]
-        seen = set(pending)
+        infinite, pending = set[fx.Node](), list(zeros)
+        pending += (node for size in sizes for node in self.of_symbol[size])
+        known = set(pending)
         while pending:
             node = pending.pop()
-            is_none, is_float = _is_empty(node, sizes), isinstance(_value(node), torch.SymFloat)
+            is_none, is_infinite = _is_empty(node, sizes), node in infinite
+            is_infinite |= isinstance(_value(node), torch.SymFloat)  # such as 1 / n
             for user in node.users:
                 name, values = _name(user), _tensors(user)
-                if user in seen or not values or _is_empty(user, sizes) or self.order[user] > last:
+                if not values or self.order[user] > last:
                     continue
                 is_zero = name in _ZEROS or (name == "div" and user.args[1] is not node)
+                is_zero &= not is_none or name != "select"  # there is no first of none
                 is_whole = not (is_none or any(value.is_floating_point() for value in values))
-                is_finite = is_zero or is_whole or name in _FINITE
-                if node in infinite or is_float or not is_finite:  # a float such as 1 / n
-                    infinite.add(user)
-                elif not is_zero:
-                    continue
-                seen.add(user)
-                pending.append(user)
+                is_fine = is_zero or is_whole or name in _FINITE or _is_empty(user, sizes)
+                group = infinite if is_infinite or not is_fine else known if is_zero else {user}
+                if user not in group:
+                    group.add(user)
+                    pending.append(user)
         return infinite
 
     def _is_changed(self, mask: Any) -> bool:
