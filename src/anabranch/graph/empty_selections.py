@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -67,14 +67,9 @@ _COMPARED: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Entries of a tensor of which there may be none.
-
-    Attributes:
-        size: symbol of their number; empty for those that a mask has true.
-        keys: of the mask, as ``_key`` has it.
-        asked: the call that counts its entries.
+class Selection(NamedTuple):
+    """Entries of which there may be none: the symbol of their number, or keys of a mask that has
+    them true, as ``_key`` makes them, and the call that counts these.
     """
 
     size: str = ""
@@ -84,11 +79,8 @@ class Selection:
 
 @dataclass
 class Work:
-    """Work that is left out where a selection is empty.
-
-    Attributes:
-        place: file, line and text of the statement that asks.
-        calls: those that were traced of it, in order.
+    """Work that is left out where a selection is empty: the file, line and text of the statement
+    that asks, and the calls that were traced of it.
     """
 
     place: str
@@ -205,9 +197,7 @@ class EmptySelections:
         """The truth with which a statement works that asks whether a selection is empty; None for
         any other statement.
         """
-        question = (
-            _of_tensor(_node(asked)) if isinstance(asked, torch.Tensor) else _of_symbol(asked)
-        )
+        question = _of_tensor(_node(asked)) if _is_tensor(asked) else _of_symbol(asked)
         if question is None:
             return None
         truth, selection = question
@@ -219,9 +209,8 @@ class EmptySelections:
         symbols = _symbols(size)
         if len(symbols) != 1 or _truth(size.node.expr) is None:
             return None
-        return (
-            1 if self._note(frame, lines_of_branch(frame, None), Selection(symbols.pop())) else None
-        )
+        lines = lines_of_branch(frame, None)
+        return 1 if self._note(frame, lines, Selection(symbols.pop())) else None
 
     def hits(self, frame: FrameType, tensor: torch.Tensor) -> Iterator[torch.Tensor] | None:
         """All indices, in place of those for which a mask has an entry (``mask.any(1).nonzero()``);
@@ -354,24 +343,22 @@ def _key(node: Any) -> Any:
         return "at", args[0], args[1] % args[0].meta["val"].dim(), args[2]
     if name == "index" and [i for i in args[1] if i is not None] == args[1][-1:]:
         at = args[1][-1]
-        while (at := _stripped(at)) and _name_of(at) == "select":  # of one index
+        while _name_of(at := _stripped(at)) == "select" and at.args[0].meta["val"].numel() == 1:
             at = at.args[0]
         return "at", args[0], len(args[1]) - 1, at
     return node
 
 
-def _original(node: Any) -> Any:
+def _original(node: Any, ways: Collection[str] = _COPIES) -> Any:
     """The value of which a node has all entries, in the same places."""
-    while _name_of(node) in _COPIES and not _loses(node):
+    while _name_of(node) in ways and not _loses(node):
         node = node.args[0]
     return node
 
 
 def _stripped(node: Any) -> Any:
     """The value of which a node shows all entries in another shape, order or type."""
-    while _name_of(node) in {*_RESHAPES, *_COPIES} and not _loses(node):
-        node = node.args[0]
-    return node
+    return _original(node, _RESHAPES | _COPIES)
 
 
 def _loses(node: fx.Node) -> bool:
