@@ -336,9 +336,9 @@ def _key(node: Any) -> Any:
     if name == "select":
         return "at", args[0], args[1] % _value(args[0]).dim(), args[2]
     if name == "index" and [i for i in args[1] if i is not None] == args[1][-1:]:
-        at = _stripped(args[1][-1])
-        while _name(at) == "select":  # of one index
-            at = _stripped(at.args[0])
+        at = args[1][-1]
+        while _name(at := _stripped(at)) == "select" and _value(at.args[0]).numel() == 1:
+            at = at.args[0]
         return "at", args[0], len(args[1]) - 1, at
     return node
 
