@@ -86,9 +86,9 @@ def test_what_autocast_casts_inside_of_an_operation_stays_under_it() -> None:
 class Target(nn.Module):
     """A layer whose results are also a target without gradient, of the same batch."""
 
-    def __init__(self, *, is_first: bool) -> None:
+    def __init__(self, *, is_first: bool, is_enabled: bool) -> None:
         super().__init__()
-        self.is_first = is_first
+        self.is_first, self.is_enabled = is_first, is_enabled
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def target(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Target(nn.Module):
             return F.gelu(self.body(x)).mul_(2.0) + self.head.weight[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=HALF):
+        with torch.autocast("cpu", dtype=HALF, enabled=self.is_enabled):
             target = self.target(x) if self.is_first else None
             h = self.head(self.body(x))
             target = self.target(x) if target is None else target
@@ -105,11 +105,14 @@ class Target(nn.Module):
             return F.mse_loss((h * weight).float(), target.float())
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_computed_without_gradients_under_autocast_gives_none(is_first: bool) -> None:
+@pytest.mark.parametrize(("is_first", "is_enabled"), [(True, True), (False, True), (True, False)])
+def test_what_is_computed_without_gradients_under_autocast_gives_none(
+    is_first: bool, is_enabled: bool
+) -> None:
     """An exported program loses ``no_grad`` in a region of autocast, whichever use comes first."""
     torch.manual_seed(0)
     x = {"x": torch.randn(4, 8)}
-    captured = capture(Target(is_first=is_first), x, granularity="operator")
+    target = Target(is_first=is_first, is_enabled=is_enabled)
+    captured = capture(target, x, granularity="operator")
     for seed in range(3):
         assert check_split(captured, x, random_stages(captured.graph, 4, seed), exact=True) == 0.0

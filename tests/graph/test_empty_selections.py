@@ -1,8 +1,9 @@
-"""Work on empty selections: traced where it changes nothing then, refused where it may."""
+"""Work that is left out on an empty selection: traced if it changes nothing then, else refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def hits(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     return out
 
 
+def clears(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = expert(1, x) * 2
+    for e in range(4):
+        is_chosen = (chosen == e).any(-1)
+        if is_chosen.any():
+            scale = weights.sum() / is_chosen.sum().clamp(min=1)
+            out[is_chosen] = 0
+            out.masked_fill_(is_chosen[:, None], e)
+            out[is_chosen] += expert(e, x[is_chosen]) * scale
+    return out
+
+
+def first_ones(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        if (chosen == e).any():
+            rows = torch.where(chosen == e)[0][:3]
+            out[rows] += expert(e, x[rows])
+    return out
+
+
 def grows(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(4):
@@ -118,6 +140,168 @@ def chooses(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tenso
     return out
 
 
+def of_no_one(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        is_chosen = (chosen == e).any(-1)
+        # The gradient of the weights would be zero times infinity, where nobody chooses.
+        scale = weights.mean(0)[:1] / is_chosen.sum()
+        if is_chosen.any():
+            out[is_chosen] += scale * expert(e, x[is_chosen])
+    return out
+
+
+def roots(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        is_chosen = (chosen == e).any(-1)
+        if is_chosen.any():
+            scale = (weights * (chosen == e)).sum().sqrt()
+            out[is_chosen] += scale * expert(e, x[is_chosen])
+    return out
+
+
+def of_no_row(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            out[rows] += expert(e, x[rows]) / x[rows].abs().max()
+    return out
+
+
+def of_no_first(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            out[rows] += expert(e, x[rows]) + x[rows][0]
+    return out
+
+
+def of_no_count(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            out[rows] += expert(e, x[rows]) * (weights.mean() / rows.numel())
+    return out
+
+
+def eighths(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() % 8 == 0:
+            continue
+        out[rows] += expert(e, x[rows])
+    return out
+
+
+def by_rest(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if len(rows[3:]) == 0:
+            continue
+        out[rows] += expert(e, x[rows])
+    return out
+
+
+def keeps(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out, kept = torch.zeros_like(x), SimpleNamespace()
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            out[rows] += expert(e, x[rows])
+            _ = setattr(kept, "scale", weights.mean() * e)  # type: ignore[func-returns-value]
+    scaled: Tensor = out * kept.scale
+    return scaled
+
+
+def appends(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out, active = torch.zeros_like(x), list[int]()
+    for e in range(4):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            _ = active.append(e)  # type: ignore[func-returns-value]
+            out[rows] += expert(e, x[rows])
+    return out / len(active)
+
+
+def of_outside(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out, active = torch.zeros_like(x), 0
+
+    def add(e: int) -> None:
+        nonlocal active
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 0:
+            active += 1
+            out[rows] += expert(e, x[rows])
+
+    for e in range(4):
+        add(e)
+    return out / active
+
+
+def columns(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    rows = torch.where(chosen == 1)[0]
+    some = x.mean(0) > 9
+    if some.any():
+        cells = x[rows][:, some]  # as many rows as there are, though no column
+        out.index_add_(0, rows, expert(1, x[rows]) + cells.sum(-1, keepdim=True))
+    return out
+
+
+def overwritten(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    is_chosen = (chosen == 1).any(-1)
+    rows = torch.where(is_chosen)[0]
+    is_chosen[:4] = False
+    if is_chosen.any():
+        out.index_add_(0, rows, expert(1, x[rows]))
+    return out
+
+
+def truncated(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    if weights.long().any():
+        rows = weights.nonzero()[:, 0]
+        out.index_add_(0, rows, expert(1, x[rows]))
+    return out
+
+
+def misses(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out, mask = torch.zeros_like(x), F.one_hot(chosen, num_classes=4).permute(2, 1, 0)
+    for index in (mask.sum(dim=(-1, -2)) == 0).nonzero():
+        rows = torch.where(mask[index][0])[1]
+        out.index_add_(0, rows, x[rows])
+    return out
+
+
+def next_hits(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out, mask = torch.zeros_like(x), F.one_hot(chosen, num_classes=4).permute(2, 1, 0)
+    for index in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        rows = torch.where(mask[(index + 1) % 4][0])[1]
+        out.index_add_(0, rows, x[rows])
+    return out
+
+
+def samples_hit(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out, mask = torch.zeros_like(x), F.one_hot(chosen[:, 0], num_classes=4)
+    for index in (mask.sum(0) > 0).nonzero():
+        rows = torch.where(mask[index][0])[0]
+        out.index_add_(0, rows, x[rows])
+    return out
+
+
+def overwritten_hits(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    chosen = chosen.clone()
+    chosen[:, 0] = 4
+    return hits(x, chosen, weights, lambda e, x: expert(e % 4, x))
+
+
 class Mixture(nn.Module):
     """Two of four experts for each sample, the other two of which no sample chooses."""
 
@@ -138,9 +322,11 @@ class Mixture(nn.Module):
         return value
 
 
-@pytest.mark.parametrize("mix", [by_size, by_length, by_any, by_number, hits])
+@pytest.mark.parametrize(
+    "mix", [by_size, by_length, by_any, by_number, hits, overwritten_hits, clears, first_ones]
+)
 def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
-    """Loss and gradients are those of the plain call, which leaves it out; it is told."""
+    """Loss and gradients are those of the plain call, which leaves it out; a warning says so."""
     torch.manual_seed(0)
     module, batch = Mixture(mix), torch.randn(4, 3)
     with pytest.warns(CaptureWarning, match=r"test_empty_selections.py:\d+ \((if|for).*not none"):
@@ -148,8 +334,36 @@ def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
     assert check_split(captured, batch, one_stage(captured), exact=True) == 0
 
 
-@pytest.mark.parametrize("mix", [grows, another, counts, collects, chooses])
+@pytest.mark.parametrize(
+    "mix", [grows, another, counts, collects, chooses, eighths, of_outside, by_rest]
+)
 def test_work_that_does_more_is_refused(mix: Callable[..., Tensor]) -> None:
-    """Of a captured model it would change something where a selection is empty."""
+    """The captured model would do it also where the plain call leaves it out."""
     with pytest.raises(CaptureError, match=r"test_empty_selections.py:\d+ \(if .*differ"):
+        capture(Mixture(mix), torch.randn(4, 3))
+
+
+OTHERS = (
+    *(
+        of_no_one,
+        roots,
+        of_no_row,
+        of_no_first,
+        of_no_count,
+        keeps,
+        appends,
+        columns,
+        overwritten,
+        truncated,
+    ),
+    *(misses, next_hits, samples_hit),
+)
+
+
+@pytest.mark.parametrize("mix", OTHERS)
+def test_work_with_other_results_is_refused(mix: Callable[..., Tensor]) -> None:
+    """On an empty selection it would compute infinities, fail, keep something, or be of another
+    selection.
+    """
+    with pytest.raises(CaptureError, match=r"test_empty_selections.py:\d+ \((if|for) .*differ"):
         capture(Mixture(mix), torch.randn(4, 3))

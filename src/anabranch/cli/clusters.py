@@ -17,7 +17,7 @@ from anabranch.plans.plan import Plan
 
 
 def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
-    """A preset or a file; local ranks with the kept calibration, which is said, if wanted."""
+    """A preset or a cluster file; local ranks with this machine's kept calibration, if wanted."""
     from anabranch.files import load_cluster
 
     return as_calibrated(usage(load_cluster, text), calibrated=calibrated)

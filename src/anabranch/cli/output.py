@@ -65,7 +65,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _needed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Least characters of a line of a table, with up to 14 of the first column."""
+    """Characters that a table needs in a line, up to 14 of them for its first column."""
     cells = [[*column.splitlines(), *(row[i] for row in rows)] for i, column in enumerate(columns)]
     first, *others = (max(map(len, column)) for column in cells)
     return min(first, 14) + sum(others) + len(others)

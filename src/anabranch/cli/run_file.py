@@ -120,7 +120,7 @@ def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:
-    """Tell whether an unchecked command line, or its run file, asks for JSON, also for mistakes."""
+    """Tell whether a command line or its run file asks for JSON, before either is checked."""
     for argument in arguments:
         if argument == "--json":
             return True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
-    """Write the run's folder, with prediction and parts of the step; ``plan`` as executed."""
+    """Write the run's folder, with the prediction of its step; ``plan`` as it was executed."""
     from anabranch.record import Origin, StepPart, save_run
     from anabranch.solve import explain
 

@@ -1,6 +1,6 @@
 """Settings of the verbs, one object per subject; ``spread`` makes an option of every field.
 
-typer checks types and ranges, so these are dataclasses: pydantic would take half of ``--help``.
+typer checks types and ranges, so these are dataclasses: pydantic would double ``--help``'s time.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.

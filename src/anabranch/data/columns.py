@@ -17,7 +17,8 @@ class Columns:
 
     Args:
         columns: name -> values of all samples: a tensor, an array (also one that lies on disk, such
-            as ``numpy.load(..., mmap_mode="r")``), or a function: 1-D sample numbers -> values.
+            as ``numpy.load(..., mmap_mode="r")``), or a function of a 1-D tensor
+            of sample numbers that returns the tensor of their values.
         length: number of samples; needed where all columns are functions.
 
     Raises:

@@ -100,7 +100,7 @@ def load_glyphs(buckets: int = 4096) -> Glyphs:
 
 @cache
 def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
-    """Names and pictures [glyphs, 32, 32], 0 to 255, of named glyphs with ink (a second, once)."""
+    """Names and pictures of named glyphs that are not blank, [glyphs, 32, 32] from 0 to 255."""
     from matplotlib.ft2font import FT2Font
     from PIL import Image, ImageDraw, ImageFont
 

@@ -80,7 +80,8 @@ class Rows:
     """Packing of a user's own module.
 
     Attributes:
-        rows: (name of a tensor, its rows per sample in dimension 0, tensor of their numbers or "").
+        rows: (name of a tensor, its rows per sample in dimension 0, name of the tensor that has
+            them for each sample, or empty).
         samples_in: (name of a tensor, the dimension of the samples).
     """
 

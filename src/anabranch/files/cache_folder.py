@@ -19,7 +19,9 @@ def cache_folder() -> Path:
 
 
 def private_folder(name: str) -> Path | None:
-    """A cache folder that the user alone can write to; None without one, with a warning if open."""
+    """Subfolder of the cache that others cannot write to; None, with a warning, if they can, and
+    None if it cannot be made.
+    """
     folder = cache_folder() / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ granularity, where modules are looked for, the versions of Python, this package 
 installed. It lists the user's own files that were imported or read while the model was captured,
 with a hash of each. If one has changed, the model is captured again.
 
-Nothing is kept of code in no file, such as generated code. Environment and time are not compared.
+Models whose code is in no file (generated code) are not kept. Environment and time do not count.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def document_fields(
 
 
 def from_document(kind: type[_Core], document: BaseModel, **special: Any) -> _Core:
-    """A core type from the fields of a document, lists as tuples; ``special`` are others."""
+    """An object of a core type with a document's fields, lists as tuples, and ``special`` ones."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in document if name in names} | special
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})

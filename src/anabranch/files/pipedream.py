@@ -7,7 +7,7 @@ One line a node, one indented line (a tab, two spaces, or a space and a tab) an 
              activation_size=[411041792.0; 256.0], parameter_size=7168.0          (one line)
             node1 -- node2
 
-Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. What is left open:
+Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. Decided here:
 
 - ``Input`` nodes, whose time is that of loading data, are part of the batch, as in PipeDream's
   optimizer. So is a first node that costs nothing at all.

@@ -166,10 +166,8 @@ class CallTraits:
             (name in CHEAP or not self.on_batch[node])
             and not any(word in name for word in RANDOM)
             and not flat_program.written(node)
-            and (
-                value is None
-                or (not value.requires_grad and value.untyped_storage()._cdata not in self.mutated)
-            )
+            and (value is None or not value.requires_grad)
+            and node.meta.get("storage") not in self.mutated
         )
 
     def batch_dim(self, node: fx.Node) -> int | None:

@@ -1,7 +1,7 @@
 """Means over some entries of a batch, as labels that are not ignored, made sums over counts.
 
 ``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which a slice
-has otherwise than its batch. As a sum over a count, that can be the batch's (``whole_batch``).
+has otherwise than its batch. Of a sum over a count, the count can be the batch's (``whole_batch``).
 """
 
 from __future__ import annotations

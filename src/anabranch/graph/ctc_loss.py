@@ -1,7 +1,8 @@
 """``ctc_loss`` with lengths in tensors as an operator that a trace can follow.
 
 PyTorch's own saves a table for its backward whose size is the longest target of the batch, which a
-trace does not know. Here the backward makes the table again, so sizes are those of the arguments.
+trace does not know. Here the backward makes the table again, so all sizes are those of the
+arguments; numbers are the same.
 """
 
 from __future__ import annotations

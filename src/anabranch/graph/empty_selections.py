@@ -6,302 +6,410 @@
             continue
         out[rows] += weights[rows, slot, None] * self.experts[expert](x[rows])
 
-A trace works on every selection, empty or not. That is the same where the work changes nothing if
-its selection is empty: it writes to tensors from outside only at places of the selection, and binds
-no name that is read elsewhere. Both are looked at, the names in the source, the tensors in the
-traced graph; where that cannot be seen, the forward is refused.
+They are traced with the work, also for an empty selection. That changes nothing if the work binds
+no name that is read elsewhere, which the source shows, and if its calls, as the traced graph shows,
+write to tensors from outside only at places of the selection, compute nothing that is read or
+returned elsewhere, and nothing infinite of no entries. Otherwise the forward is refused.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.flat_program import written
+from anabranch.graph.flat_program import storage, written
 from anabranch.graph.source_questions import (
-    Lines,
+    COMPARED,
     lines_of_branch,
     lines_of_loop,
     place_of,
-    truth_of_entries,
+    truth_if_compared,
+    truth_unless_zero,
 )
 
-_AT_PLACES = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-"""Writes that change nothing where their index or source is empty."""
+_AT_PLACES = {
+    *("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"),
+    *("masked_fill_", "masked_scatter_"),
+}
+"""Writes that change nothing where their index, mask or source is empty."""
 
+_COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
 _VIEWS = {
-    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "alias"),
-    *("detach", "clone", "to", "_to_copy", "contiguous"),
+    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", *_COPIES),
 }
-_COMPARED: dict[str, Any] = {
-    **dict.fromkeys(("gt", "greater"), operator.gt),
-    **dict.fromkeys(("ge", "greater_equal"), operator.ge),
-    **dict.fromkeys(("lt", "less"), operator.lt),
-    **dict.fromkeys(("le", "less_equal"), operator.le),
-    **{"eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne},
+_ZEROS = {*_VIEWS, "sum", "any", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"}
+"""Calls that make zeros of zeros, and of no entries."""
+
+_FINITE = {
+    *_AT_PLACES,
+    *(name.strip("_") for name in _AT_PLACES),
+    *("add", "add_", "sub", "rsub", "neg", "clamp", "clamp_min", "maximum", "where", "cat"),
+    *("stack", "exp", "sigmoid", "softmax", "tanh", "relu", "linear", "matmul", "zeros_like"),
 }
+"""Further calls that are finite there, and so are their derivatives."""
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """Entries of a tensor of which there may be none.
 
     Attributes:
-        size: symbol of their number; empty for those that a mask has true.
-        mask: the mask.
-        is_each: of one index of the mask, in turn.
+        number: a symbolic number of them; None for those that a mask has true.
+        keys: of the mask, as ``_key`` has it.
+        asked: the call that counts its true entries.
     """
 
-    size: str = ""
-    mask: fx.Node | None = None
-    is_each: bool = False
-
-    def sizes(self, nodes: Sequence[fx.Node]) -> set[str]:
-        """Symbols of the sizes that are zero where there are none."""
-        if self.size:
-            return {self.size}
-        values = [node.meta["val"] for node in nodes if any(map(self._is_mask, _masks(node)))]
-        tensors = [t for v in values for t in (v if isinstance(v, list | tuple) else [v])]
-        return {symbol for t in tensors for size in t.shape for symbol in _symbols(size)}
-
-    def _is_mask(self, node: Any) -> bool:
-        mask = _stripped(node)
-        if self.is_each and _name_of(mask) in ("select", "index"):
-            mask = _stripped(mask.args[0])
-        return _are_same(mask, self.mask)
+    number: Any = None
+    keys: tuple[Any, ...] = ()
+    asked: fx.Node | None = None
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Work that is left out where a selection is empty.
 
     Attributes:
         place: file, line and text of the statement that asks.
-        lines: of the work, in that file.
-        start: number of traced calls before it.
+        calls: traced calls of the work, in order.
     """
 
     place: str
-    file: str
-    lines: Lines
-    start: int
     selection: Selection
+    calls: list[fx.Node]
 
-    def holds(self, node: fx.Node) -> bool:
-        """True for a traced call of these lines."""
-        traced, lines = node.meta.get("stack_trace") or "", range(self.lines[0], self.lines[1] + 1)
-        is_here = any(f'File "{self.file}", line {line}, ' in traced for line in lines)
-        return is_here and node.op == "call_function"
 
-    def other_effect(self, calls: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> fx.Node | None:
-        """The first of its calls that may change something where the selection is empty."""
-        sizes = self.selection.sizes(nodes)
-        outside = {_storage(node) for node in set(nodes).difference(calls)}
-        for call in calls:
-            at_places = _name_of(call) in _AT_PLACES
+class _Traced:
+    """A traced forward, and what it returned."""
+
+    def __init__(self, nodes: Sequence[fx.Node], output: Any) -> None:
+        self.order = {node: i for i, node in enumerate(nodes)}
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.returned = set(map(traced_node, leaves))
+        self.of_key: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.of_symbol: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.born: dict[int | None, int] = {}
+        self.last_write = {storage(t): i for i, node in enumerate(nodes) for t in written(node)}
+        for i, node in enumerate(nodes):
+            # Parameters are older than their first use.
+            self.born.setdefault(storage(node), i if node.op == "call_function" else -1)
+            self.of_key[_key(node)].append(node)
+            for symbol in _symbols(node):
+                self.of_symbol[symbol].append(node)
+
+    def other_effect(self, work: Work) -> tuple[fx.Node, str] | None:
+        """The first call that may change something where the selection is empty, and how."""
+        calls, begin = set(work.calls), self.order[work.calls[0]]
+        zeros, sizes = self._zeros(work.selection)
+        infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
+        for call in work.calls:
+            reads = call.all_input_nodes if _name(call) in _AT_PLACES else []
             for target in written(call):
-                read = [call for call in call.all_input_nodes if call is not target and at_places]
-                is_own = _storage(target) not in outside
-                if not is_own and not any(_is_empty(node, sizes) for node in (target, *read)):
-                    return call
+                is_none = any(_is_empty(node, sizes) for node in (target, *reads))
+                is_none |= not zeros.isdisjoint(_masks(call))
+                if self.born[storage(target)] < begin and not is_none:
+                    return call, "writes to more than the places of the selection"
+            is_own = storage(call) is not None and self.born[storage(call)] >= begin
+            if is_own and (call in self.returned or not calls.issuperset(call.users)):
+                return call, "computes what is read elsewhere"
+            if not infinite.isdisjoint((call, *call.all_input_nodes)):
+                return call, "computes from the selection what may be infinite"
         return None
+
+    def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[Any]]:
+        """Values that are zero or false where a selection is empty, and symbols that are zero."""
+        masks = [m for key in selection.keys for m in self.of_key[key] if not self._is_changed(m)]
+        zeros, sizes, pending = set(masks), set(free_unbacked_symbols(selection.number)), masks
+        while pending:
+            node = pending.pop()
+            sizes |= set() if _tensors(node) else _symbols(node)
+            for user in node.users:
+                if node in _masks(user) and _name(user) not in _AT_PLACES:
+                    sizes |= _symbols(user).difference(*map(_symbols, user.all_input_nodes))
+                elif _name(user) in _ZEROS and user not in zeros and not self._is_changed(user):
+                    zeros.add(user)
+                    pending.append(user)
+        return zeros, sizes
+
+    def _infinite(self, zeros: set[fx.Node], sizes: set[Any], last: int) -> set[fx.Node]:
+        """Values that fail, or may be infinite or have such a gradient, where the selection is
+        empty, up to the last call of the work: there a gradient of zeros does not remain one.
+        """
+        infinite, pending = set[fx.Node](), list(zeros)
+        pending += (node for size in sizes for node in self.of_symbol[size])
+        known = set(pending)
+        while pending:
+            node = pending.pop()
+            is_none, is_infinite = _is_empty(node, sizes), node in infinite
+            is_infinite |= isinstance(_value(node), torch.SymFloat)  # such as 1 / n
+            for user in node.users:
+                name, values = _name(user), _tensors(user)
+                if not values or self.order[user] > last:
+                    continue
+                is_zero = name in _ZEROS or (name == "div" and user.args[1] is not node)
+                is_zero &= not is_none or name != "select"  # there is no first of none
+                is_whole = not (is_none or any(value.is_floating_point() for value in values))
+                is_fine = is_zero or is_whole or name in _FINITE or _is_empty(user, sizes)
+                group = infinite if is_infinite or not is_fine else known if is_zero else {user}
+                if user not in group:
+                    group.add(user)
+                    pending.append(user)
+        return infinite
+
+    def _is_changed(self, mask: Any) -> bool:
+        """True for a mask that is written to through a view of it, or of what it is made of."""
+        return any(self.last_write.get(storage(n), -1) > self.order[n] for n in _made_of(mask))
 
 
 class EmptySelections:
-    """The work of a forward that is traced though a plain call may leave it out.
+    """Work of a forward that is traced though a plain call may leave it out.
 
     Attributes:
-        places: file, line and text of the statements that ask.
+        places: file, line and text of the statements that ask for it.
     """
 
     def __init__(self) -> None:
         self.places: set[str] = set()
+        self._asked: dict[FrameType, dict[range, Work]] = {}
         self._work: list[Work] = []
+
+    def note(self, call: fx.Node, frame: FrameType | None) -> None:
+        """Note a traced call of a frame, or of one that this has called, as of their work."""
+        while frame is not None and call.op == "call_function" and self._asked:
+            for lines, work in self._asked.get(frame, {}).items():
+                if frame.f_lineno in lines:
+                    work.calls.append(call)
+            frame = frame.f_back
+
+    def forget(self) -> None:
+        """Keep no frame of a forward that has ended."""
+        self._work, self._asked = [], {}
 
     def truth(self, frame: FrameType, asked: Any) -> bool | None:
         """The truth with which a statement works that asks whether a selection is empty; None for
         any other statement.
         """
-        question = (
-            _of_tensor(_node(asked)) if isinstance(asked, torch.Tensor) else _of_symbol(asked)
-        )
-        if question is None:
+        is_tensor = isinstance(asked, torch.Tensor)
+        truth, selection = _of_node(traced_node(asked)) if is_tensor else _of_symbol(asked)
+        if truth is None or not self._note(frame, lines_of_branch(frame, truth), selection):
             return None
-        truth, selection = question
-        return truth if self._note(frame, lines_of_branch(frame, truth), selection) else None
+        return truth
 
-    def length(self, frame: FrameType, tensor: torch.Tensor) -> int | None:
-        """Likewise one, for a length that a statement compares with none."""
-        sizes = _symbols(tensor.shape[0]) if tensor.dim() else []
-        if len(sizes) != 1:
-            return None
-        return 1 if self._note(frame, lines_of_branch(frame, None), Selection(sizes[0])) else None
+    def length(self, frame: FrameType, rows: torch.Tensor) -> int | None:
+        """One for a length on which a statement works; None for any other length."""
+        truth, selection = _of_symbol(rows.shape[0]) if rows.dim() else _NOTHING
+        return 1 if truth and self._note(frame, lines_of_branch(frame), selection) else None
 
-    def hits(self, frame: FrameType, tensor: torch.Tensor) -> Iterator[torch.Tensor] | None:
+    def hits(self, frame: FrameType, hits: torch.Tensor) -> Iterator[torch.Tensor] | None:
         """All indices, in place of those for which a mask has an entry (``mask.any(1).nonzero()``);
         None for any other tensor, and for other statements than a loop over it.
         """
-        chosen = _stripped(_whole(_stripped(_node(tensor))))
-        if _name_of(chosen) not in ("nonzero", "where") or len(chosen.args) != 1:
+        chosen = _call(traced_node(hits))
+        is_choice = _name(chosen) in ("nonzero", "where") and len(chosen.args) == 1
+        is_column = all(size == 1 for size in hits.shape[1:])
+        if not is_choice or not is_column or not free_unbacked_symbols(hits.shape[:1]):
             return None
-        vector, question = chosen.args[0].meta["val"], _of_tensor(chosen.args[0])
-        count = vector.shape[0] if vector.dim() == 1 else None
-        if question is None or not isinstance(count, int):
+        vector, (truth, selection) = _value(chosen.args[0]), _of_node(chosen.args[0])
+        lines, asked, count = lines_of_loop(frame), selection.asked, vector.numel()
+        is_vector = vector.dim() == 1 and isinstance(count, int)
+        if lines is None or asked is None or not (truth and is_vector):
             return None
-        mask = question[1].mask
-        if not self._note(frame, lines_of_loop(frame), Selection(mask=mask, is_each=True)):
+        mask, dims = _stripped(asked.args[0], _COPIES), tree_leaves(asked.args[1:2])
+        rank = _value(mask).dim()
+        kept = {*range(rank)} - {dim % rank for dim in dims}
+        if len(kept) != 1:
             return None
-        shape, count = (1,) * (tensor.dim() - 1), min(count, _classes(mask, count))
-        return (torch.tensor(index).reshape(shape) for index in range(count))
+        count = min(count, _classes(mask, count))
+        entries = [torch.tensor(i).reshape((1,) * (hits.dim() - 1)) for i in range(count)]
 
-    def _note(self, frame: FrameType, lines: Lines | None, selection: Selection) -> bool:
-        if lines is None:
-            return False
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code.co_name != "forward":
-            # Of other functions traced calls do not have the lines; those of their caller are more.
-            caller = caller.f_back
-        if caller is not None and caller is not frame:
-            lines = caller.f_lineno, caller.f_lineno
-        file, place = (caller or frame).f_code.co_filename, place_of(frame)
-        self.places.add(place)
-        self._work.append(Work(place, file, lines, len(_graph().nodes), selection))
-        return True
+        def each() -> Iterator[torch.Tensor]:
+            for index, entry in enumerate(entries):
+                keys = [("at", mask, *kept, at) for at in (index, _stripped(traced_node(entry)))]
+                self._note(frame, lines, Selection(keys=tuple(keys), asked=asked))
+                yield entry
 
-    def other_effect(self) -> tuple[str, fx.Node | None] | None:
-        """The place of work that may change something where its selection is empty, and the call
-        that does, None where its calls cannot be told from others; of a forward that was traced.
+        return each()
+
+    def _note(self, frame: FrameType, lines: range | None, selection: Selection) -> bool:
+        """True for work on a selection that is to be traced, which is noted."""
+        if lines is not None:
+            work = Work(place_of(frame), selection, [])
+            self.places.add(work.place)
+            self._work.append(work)
+            self._asked.setdefault(frame, {})[lines] = work
+        return lines is not None
+
+    def other_effect(self, output: Any) -> tuple[str, fx.Node, str] | None:
+        """The place of work that may change something where its selection is empty, the call that
+        does, and how; of a forward that was traced and has returned ``output``.
         """
-        work, self._work = self._work, []
-        nodes = list(_graph().nodes) if work else []
-        for i, part in enumerate(work):
-            # When the statement asks the next time, other work begins.
-            ends = (later.start for later in work[i + 1 :] if later.place == part.place)
-            calls = [node for node in nodes[part.start : next(ends, None)] if part.holds(node)]
-            other = part.other_effect(calls, nodes)
-            if other is not None or not calls:
-                return part.place, other
+        parts = [work for work in self._work if work.calls]
+        traced = _Traced(list(_graph().nodes) if parts else [], output)
+        self.forget()
+        for work in parts:
+            if (other := traced.other_effect(work)) is not None:
+                return work.place, *other
         return None
 
 
-def _of_tensor(node: Any) -> tuple[bool, Selection] | None:
-    """The truth of a traced value where a selection has entries; None where the value says nothing
-    of whether there are any.
-    """
+_Found = tuple[bool | None, Selection]
+"""The truth that a value has where a selection has entries, and the selection; no truth for a value
+that says nothing of that."""
+
+_NOTHING: _Found = None, Selection()
+
+
+def _of_node(node: Any) -> _Found:
     node = _stripped(node)
-    name = _name_of(node)
+    name = _name(node)
+    if name == "logical_not":
+        truth, selection = _of_node(node.args[0])
+        return None if truth is None else not truth, selection
     if name == "any":
-        return True, Selection(mask=_stripped(node.args[0]))
-    if name == "logical_not" and (found := _of_tensor(node.args[0])):
-        return not found[0], found[1]
-    if name not in _COMPARED or type(node.args[1]) is not int:
-        return None
-    mask = _mask_counted(node.args[0])
-    truth = truth_of_entries(lambda count: bool(_COMPARED[name](count, node.args[1])))
-    return None if mask is None or truth is None else (truth, Selection(mask=mask))
+        return True, _of_mask(node)
+    truth = truth_if_compared(name, node.args[1]) if name in COMPARED else None
+    return _NOTHING if truth is None else _if_counts(truth, node.args[0])
 
 
-def _of_symbol(asked: torch.SymBool) -> tuple[bool, Selection] | None:
-    """Likewise of a symbol."""
-    expression = asked.node.expr
-    symbols = list(expression.free_symbols)
-    if len(symbols) != 1:
-        return None
-    truth = truth_of_entries(lambda count: bool(expression.subs(symbols[0], count)))
-    if truth is None:
-        return None
-    for node in reversed(_graph().nodes):
-        is_number = _name_of(node) in ("item", "_local_scalar_dense")
-        if is_number and node.meta["val"].node.expr == symbols[0]:
-            mask = _mask_counted(node.args[0])
-            return None if mask is None else (truth, Selection(mask=mask))
-    return truth, Selection(str(symbols[0]))
+def _of_symbol(number: Any) -> _Found:
+    symbols = free_unbacked_symbols(number)
+    if len(symbols) != 1 or number.node.expr.free_symbols != symbols:
+        return _NOTHING
+    (symbol,), expression = symbols, number.node.expr
+    sides = expression.args if expression.is_Relational else (expression,)
+    if not all(side.diff(symbol).is_number for side in sides):
+        return _NOTHING  # n % 4 == 0 is true of more than none
+    truth = truth_unless_zero(lambda count: bool(expression.subs(symbol, count)))
+    for node in _graph().nodes:
+        if _name(node) in ("item", "_local_scalar_dense") and symbol in _symbols(node):
+            return _if_counts(truth, node.args[0])
+    return truth, Selection(number)
 
 
-def _mask_counted(total: Any) -> Any:
-    """The mask whose true entries a call counts; None for other calls."""
+def _if_counts(truth: bool | None, total: Any) -> _Found:
+    """The truth of a count of the true entries of a mask, and these."""
     total = _stripped(total)
-    mask = _stripped(total.args[0]) if _name_of(total) == "sum" else None
-    return mask if mask is not None and _has_no_negative(mask) else None
+    is_count = _name(total) == "sum" and _is_mask(total.args[0])
+    return (truth, _of_mask(total)) if is_count else _NOTHING
 
 
-def _has_no_negative(node: Any) -> bool:
+def _of_mask(asked: fx.Node) -> Selection:
+    keys, mask = [_key(asked.args[0])], _stripped(asked.args[0])
+    while _name(mask) == "any":  # entries of mask.any(1) are those of the mask
+        keys.append(_key(mask.args[0]))
+        mask = _stripped(mask.args[0])
+    return Selection(keys=tuple(keys), asked=asked)
+
+
+def _is_mask(node: Any) -> bool:
+    """True for a mask of zeros and ones, or a product of such."""
     node = _stripped(node)
-    is_product = _name_of(node) == "mul" and all(map(_has_no_negative, node.args))
-    is_mask = _name_of(node) == "one_hot" or node.meta["val"].dtype is torch.bool
-    return is_product or is_mask
+    if _name(node) == "mul":
+        return all(map(_is_mask, node.args))
+    is_bool = isinstance(node, fx.Node) and _value(node).dtype is torch.bool
+    return is_bool or _name(node) == "one_hot"
 
 
 def _masks(node: fx.Node) -> list[fx.Node]:
     """Masks of which a call takes the true entries."""
-    name, args = _name_of(node), list(node.args)
-    if name in ("nonzero", "nonzero_numpy") or (name == "where" and len(args) == 1):
-        chosen: Any = args[:1]
-    else:
-        chosen = args[1] if name == "index" else args[1:] if name == "masked_select" else ()
+    name, args = _name(node), list(node.args)
+    chosen: Any = args[1:2] if name.startswith("masked_") else ()
+    if name in ("index", "index_put_"):
+        chosen = args[1]
+    elif name in ("nonzero", "nonzero_numpy") or (name == "where" and len(args) == 1):
+        chosen = args[:1]
     return [mask for mask in chosen if isinstance(mask, fx.Node)]
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """True for one value, or one part of it, whose entries are taken in any order."""
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return bool(one == other)
-    one, other = _stripped(one), _stripped(other)
-    is_part = one.target is other.target and _name_of(one) in ("select", "eq")
-    return one is other or (is_part and all(map(_are_same, one.args, other.args)))
-
-
-def _stripped(node: Any) -> Any:
-    """The value of which a node shows all entries in another shape, order or type."""
-    while _name_of(node) in _VIEWS:
-        node = node.args[0]
+def _key(node: Any) -> Any:
+    """A value as what it has been made of: equal for values, or parts, with the same entries."""
+    node = _stripped(node)
+    name, args = _name(node), [_stripped(arg, _COPIES) for arg in getattr(node, "args", ())]
+    if name == "eq" and not isinstance(args[1], fx.Node):
+        return name, _key(args[0]), args[1]
+    if name == "select":
+        return "at", args[0], args[1] % _value(args[0]).dim(), args[2]
+    if name == "index" and [i for i in args[1] if i is not None] == args[1][-1:]:
+        at = args[1][-1]
+        while _name(at := _stripped(at)) == "select" and _value(at.args[0]).numel() == 1:
+            at = at.args[0]
+        return "at", args[0], len(args[1]) - 1, at
     return node
 
 
-def _whole(node: Any) -> Any:
-    """The call of whose results a node is one."""
-    is_part = isinstance(node, fx.Node) and node.target is operator.getitem
-    return node.args[0] if is_part else node
+def _stripped(node: Any, views: set[str] = _VIEWS) -> Any:
+    """The value of which a node shows all entries in another shape, order or type, but for types
+    in which numbers may be zero that are not.
+    """
+    while _name(node) in views:
+        source, dtype = node.args[0], _value(node.args[0]).dtype
+        if dtype.is_floating_point and dtype is not _value(node).dtype:
+            break
+        node = source
+    return node
+
+
+def _made_of(node: Any) -> Iterator[fx.Node]:
+    """A mask, and what it shows in another way, or a part of."""
+    while isinstance(node, fx.Node):
+        yield node
+        node = node.args[0] if _name(node) in {*_VIEWS, "eq", "select", "index"} else None
+
+
+def _call(node: Any) -> Any:
+    """The call that has made a value, which may be one of several results, up to its shape."""
+    node = _stripped(node)
+    is_part = getattr(node, "target", None) is operator.getitem
+    return _stripped(node.args[0]) if is_part else node
 
 
 def _classes(mask: Any, most: int) -> int:
     """Classes of which a one-hot mask can have entries: of experts those ``topk`` chooses from."""
-    chosen = _whole(_stripped(mask.args[0])) if _name_of(mask) == "one_hot" else mask
-    if _name_of(chosen) != "topk":
+    mask = _stripped(mask)
+    indices = list(_made_of(mask.args[0] if _name(mask) == "one_hot" else mask))
+    chosen = _call(indices[-1])
+    writes = {storage(target) for node in _graph().nodes for target in written(node)}
+    if _name(chosen) != "topk" or not writes.isdisjoint(map(storage, indices)):
         return most
     dim = chosen.args[2] if len(chosen.args) > 2 else -1
-    return int(chosen.args[0].meta["val"].shape[dim])
+    return int(_value(chosen.args[0]).shape[dim])
 
 
-def _name_of(node: Any) -> str:
+def _name(node: Any) -> str:
+    """Name of a call's operation, such as ``index_put_``; empty for anything else."""
     schema = getattr(getattr(node, "target", None), "_schema", None)
     return schema.name.partition("::")[2] if schema is not None else ""
 
 
-def _symbols(size: Any) -> list[str]:
-    """Symbols in a size whose numbers are known in a run only."""
-    expression = size.node.expr if isinstance(size, torch.SymInt) else None
-    return [str(s) for s in getattr(expression, "free_symbols", ()) if str(s).startswith("u")]
+def _value(node: Any) -> Any:
+    return node.meta.get("val")
 
 
-def _is_empty(node: fx.Node, sizes: set[str]) -> bool:
-    """True for a tensor without entries where these sizes are zero."""
-    value = node.meta.get("val")
-    shape: Any = value.shape if isinstance(value, torch.Tensor) else ()
-    expressions = [size.node.expr for size in shape if isinstance(size, torch.SymInt)]
-    return any(e.subs({s: 0 for s in e.free_symbols if str(s) in sizes}) == 0 for e in expressions)
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(_value(node)) if isinstance(value, torch.Tensor)]
 
 
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+def _symbols(node: fx.Node) -> set[Any]:
+    """Symbols in a number, or in the sizes of tensors, that only a run knows."""
+    is_number = isinstance(_value(node), torch.SymInt | torch.SymFloat)
+    numbers = [_value(node)] if is_number else [value.shape for value in _tensors(node)]
+    return set(free_unbacked_symbols(numbers))
+
+
+def _is_empty(node: fx.Node, sizes: set[Any]) -> bool:
+    """True for tensors without entries where these sizes are zero."""
+    zeros = dict.fromkeys(sizes, 0)
+    empty = [
+        any(isinstance(size, torch.SymInt) and size.node.expr.subs(zeros) == 0 for size in v.shape)
+        for v in _tensors(node)
+    ]
+    return bool(empty) and all(empty)
 
 
 def _graph() -> fx.Graph:
@@ -310,7 +418,8 @@ def _graph() -> fx.Graph:
     return graph
 
 
-def _node(tensor: torch.Tensor) -> fx.Node | None:
+def traced_node(value: torch.Tensor) -> fx.Node | None:
+    """The node of a tensor in the graph that is being traced; None for others."""
     mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     return None if slot is None else slot.proxy.node

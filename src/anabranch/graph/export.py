@@ -55,23 +55,20 @@ class ReturnsLoss(nn.Module):
         batch = self._rebuild(leaves)
         if torch.compiler.is_dynamo_compiling():
             return scalars(call_module(self.module, batch, traced=True))
-        before = [
-            (owner, name, buffer)
-            for owner in self.module.modules()
-            for name, buffer in owner._buffers.items()
-        ]
+        before = [(owner._buffers, dict(owner._buffers)) for owner in self.module.modules()]
         output = call_module(self.module, batch, traced=True)
-        if (other := self.selections.other_effect()) is not None:
+        if (other := self.selections.other_effect(output)) is not None:
             raise _refused_work(*other)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
         result = scalars(output)
-        for owner, name, buffer in before:
-            # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
-            now = owner._buffers.get(name)
-            if buffer is not None and now is not None and now is not buffer:
-                buffer.copy_(now.detach())
-                owner._buffers[name] = buffer
+        for buffers, old in before:
+            for name, now in buffers.items():
+                buffer = old.get(name)
+                if buffer is not None and now is not None and now is not buffer:
+                    # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
+                    buffer.copy_(now.detach())
+                    buffers[name] = buffer
         return result
 
 
@@ -161,8 +158,7 @@ def export(
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
-        checkpoints: set[str] = set()
-        checks: set[str] = set()
+        checkpoints, checks = set[str](), set[str]()
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
@@ -178,7 +174,7 @@ def export(
                     module.selections = selections = EmptySelections()
                     stack.enter_context(tracing.without_raising_guards(checks, selections))
                     stack.enter_context(tracing.library_rules())
-                    stack.enter_context(tracing.NoGradUnderAutocast())
+                    stack.enter_context(tracing.NoGradDetached())
                 exported = torch.export.export(
                     module,
                     tuple(leaves),
@@ -192,22 +188,19 @@ def export(
             # What the plain trace met is nearer to the user's code than what analysis says.
             failure = failure or error
         else:
-            _warn(
-                checkpoints,
+            warned = {
                 "torch.utils.checkpoint is not carried over; gradients are the same, and whether a "
-                "stage computes its activations again is up to the plan (recompute)",
-            )
-            _warn(
-                checks,
+                "stage computes its activations again is up to the plan (recompute)": checkpoints,
                 "a check of the data that only raises is left out of the captured model, so a "
-                "batch that would not pass it is trained on",
-            )
-            _warn(
-                module.selections.places,
-                "the captured model does this work where its selection is empty, too, and nothing "
-                "changes; parameters that no sample selects have zeros then for a gradient, not "
-                "none",
-            )
+                "batch that would not pass it is trained on": checks,
+                "this work is done also where its selection is empty: results are the same, but "
+                "parameters that no sample selects have a gradient of zeros then, not "
+                "none": module.selections.places,
+            }
+            for text, places in warned.items():
+                if places:
+                    message = f"{', '.join(sorted(places))}: {text}"
+                    warnings.warn(message, CaptureWarning, stacklevel=2)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -309,20 +302,12 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         yield
 
 
-def _refused_work(place: str, call: fx.Node | None) -> CaptureError:
-    why = "no call of it is in a forward of its own"
-    if call is not None:
-        why = f"{user_line(call)} writes to more than the places of the selection"
+def _refused_work(place: str, call: fx.Node, how: str) -> CaptureError:
     return CaptureError(
-        f"{place} leaves work out where a selection is empty, and {why}, so the operations "
-        "differ from batch to batch; compute for the selection alone (x[rows]) and write to its "
-        "places (out[rows] += y, or out.index_add_(0, rows, y))"
+        f"{place} leaves work out where a selection is empty, and {user_line(call)} {how}, so the "
+        "operations differ from batch to batch; compute for the selection alone (x[rows]) and "
+        "write to its places (out[rows] += y, or out.index_add_(0, rows, y))"
     )
-
-
-def _warn(places: set[str], text: str) -> None:
-    if places:
-        warnings.warn(f"{', '.join(sorted(places))}: {text}", CaptureWarning, stacklevel=2)
 
 
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

@@ -1,6 +1,7 @@
 """Exported programs of one module, lowered to flat programs for any number of samples.
 
-One export with a symbol for the samples serves all numbers; a module that refuses it has one each.
+One export with a symbol for the number of samples serves them all. A module that refuses the symbol
+is exported again for each number.
 """
 
 from __future__ import annotations

@@ -195,12 +195,18 @@ def insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return node
 
 
+def storage(node: fx.Node) -> int | None:
+    """Identity of the memory of a node's value, which its views share; None without a tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
 def set_value(node: fx.Node, value: Any) -> None:
     """Note the value of a node, a fake tensor or what else it is."""
     node.meta["val"] = value
     # All values are alive at once, so addresses are unique.
     if isinstance(value, torch.Tensor):
-        node.meta["storage"] = value.untyped_storage()._cdata
+        node.meta["storage"] = storage(node)
 
 
 def gradient_calls(program: FlatProgram) -> set[fx.Node]:

@@ -54,7 +54,7 @@ class _KeepStrides(torch.autograd.Function):
 
 
 def keep_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, whose gradient gets its strides in one process, as sums follow the memory."""
+    """Return x; its gradient gets these strides, those of one process: sums run in memory order."""
     result: torch.Tensor = _KeepStrides.apply(x, strides)  # type: ignore[no-untyped-call]
     return result
 

@@ -228,7 +228,8 @@ def _named(groups: CallGroups, module: nn.Module) -> Grouping:
 def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Grouping:
     """Give an evaluation program's calls to the operators of the training program.
 
-    A call goes where that of its module went, else where its latest input is; never before inputs.
+    A call goes where the same call of its module went, else to the operator of its latest input;
+    never before one of its inputs.
     """
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)

@@ -26,7 +26,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes, also a class's, have other values, given as (object, name, value)."""
+    """Inside, attributes have other values, given as (object or class, name, value)."""
     changed = list(values)
     # A class has descriptors, which getattr would bind; a tensor has its data in no dictionary.
     before = [
@@ -64,7 +64,7 @@ def without_keeping(module: nn.Module) -> Iterator[None]:
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Inside, a module is in training or in evaluation mode.
 
-    Submodules keep modes of their own, unless the module as a whole is in the other mode.
+    Submodules keep modes of their own (frozen statistics), unless the whole is in the other mode.
     """
     with with_attributes((part, "training", part.training) for part in module.modules()):
         if module.training != training:

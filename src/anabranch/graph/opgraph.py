@@ -183,7 +183,9 @@ class OpGraph:
         return self._neighbours((c, v.producer) for v in values for c in v.consumers)
 
     def way_back(self, mask: int) -> int:
-        """Operators of a set that gradients pass on their way out of it; none if nobody waits."""
+        """Operators of a set through which gradients go back to its inputs; none if no operator
+        outside waits for any.
+        """
         way = 0
         for op in bits(mask):
             if self.gradient_targets[op] & (way | ~mask):

@@ -173,7 +173,8 @@ def is_in_order(index: fx.Node) -> bool:
     # arange(n)[:, None] is a slice that leaves nothing out.
     while base_name(index) in ("unsqueeze", "expand", "to", "_to_copy", "slice"):
         part, index = index, index.all_input_nodes[0]
-        if base_name(part) == "slice" and part.meta["val"].shape != index.meta["val"].shape:
+        shapes = {str(each.meta["val"].shape) for each in (part, index)}  # sizes may be symbols
+        if base_name(part) == "slice" and len(shapes) > 1:
             return False
     options = arguments(index)
     from_zero = options.get("start", 0) == 0 and options.get("step", 1) == 1
@@ -181,7 +182,7 @@ def is_in_order(index: fx.Node) -> bool:
 
 
 def is_index(node: fx.Node, index: fx.Node, axes: Mapping[fx.Node, SampleAxis]) -> bool:
-    """True if a call reads a value as places of samples (``arange(n)``), those in its slice."""
+    """True if a call reads ``index`` as places of samples, such as ``arange(n)``, of its slice."""
     options, source = arguments(node), node.all_input_nodes[0]
     dim, value = axes.get(source, SampleAxis(-1)).dim, tensor(source)
     indices = options.get("indices", options.get("index"))

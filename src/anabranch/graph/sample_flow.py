@@ -158,7 +158,7 @@ class _Follower:
     def sliced(
         self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool
     ) -> Flow | None:
-        """Flow of a value that slices tell, with statistics of the batch put in; or None."""
+        """Flow of a value that slices compute, given statistics of the batch; None for others."""
         kinds = {flow.kind for flow in inputs}
         if axis.trouble == PAIRS or "coupled" in kinds:
             return None

@@ -1,7 +1,8 @@
 """Slices of parameters, which know their whole by their names.
 
 ``top.0.weight[1:4096:8192]`` are the columns 4096 to 8191 (dimension 1) of ``top.0.weight``. A
-slice of a slice counts from where that begins. Stages hold slices, checkpoints parts of wholes.
+slice of a slice counts from where that begins. A stage holds slices as parameters of their own; in
+checkpoints they are parts of the whole.
 """
 
 from __future__ import annotations

@@ -10,29 +10,25 @@ import operator
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-Lines = tuple[int, int]
-"""The first line and the last."""
-
-_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Gt: operator.gt},
-    **{ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le},
+COMPARED: dict[str, Callable[[int, int], bool]] = {
+    **dict.fromkeys(("Eq", "eq"), operator.eq),
+    **dict.fromkeys(("NotEq", "ne", "not_equal"), operator.ne),
+    **dict.fromkeys(("Gt", "gt", "greater"), operator.gt),
+    **dict.fromkeys(("GtE", "ge", "greater_equal"), operator.ge),
+    **dict.fromkeys(("Lt", "lt", "less"), operator.lt),
+    **dict.fromkeys(("LtE", "le", "less_equal"), operator.le),
 }
-_LEAVES = (ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
+"""Comparisons by their names in Python's syntax trees and in torch."""
 
-
-class Question(NamedTuple):
-    """A statement, the part of it that asks, whether that stands behind ``not``, and the parents of
-    all nodes of the file.
-    """
-
-    statement: Any
-    operand: ast.expr
-    is_negated: bool
-    parents: dict[ast.AST, ast.AST]
+_LEAVES = (
+    *(ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Await),
+    *(ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Match),
+)
+"""Statements that leave a function, or bind names that are no ``ast.Name``."""
 
 
 def place_of(frame: FrameType) -> str:
@@ -44,46 +40,41 @@ def place_of(frame: FrameType) -> str:
 
 def passing_truth(frame: FrameType) -> bool | None:
     """The truth with which a statement goes on whose other branch raises; None for others."""
-    for question in _questions(frame, ast.If, ast.Assert):
-        statement = question.statement
+    for statement, _, is_negated, _ in _questions(frame, ast.If, ast.Assert):
         raises = not isinstance(statement, ast.Assert) and _raises(statement.body)
         if isinstance(statement, ast.Assert) or raises != _raises(statement.orelse):
-            return raises == question.is_negated
+            return raises == is_negated
     return None
 
 
-def lines_of_branch(frame: FrameType, nonempty: bool | None) -> Lines | None:
+def lines_of_branch(frame: FrameType, nonempty: bool | None = None) -> range | None:
     """Lines of the work that a statement leaves out where a selection is empty: its branch, or what
     follows a ``continue`` in its loop. None for statements that do anything else.
 
     Args:
-        nonempty: the truth of what is asked where there are entries; None for their number, of
-            which the source says it.
+        nonempty: the truth of what is asked if there are entries; None if their number is asked.
     """
     for statement, operand, is_negated, parents in _questions(frame, ast.If):
-        truth = _of_entries(operand) if nonempty is None else nonempty
-        loop: Any = parents[statement]
-        work, works = statement.body, True
-        if isinstance(work[0], ast.Continue):
-            if not isinstance(loop, ast.For) or statement not in loop.body:
-                continue
-            work, works = loop.body[loop.body.index(statement) + 1 :], False
+        truth = _truth_of_length(operand) if nonempty is None else nonempty
+        work, works, loop = statement.body, True, parents[statement]
+        if isinstance(work[0], ast.Continue) and isinstance(loop, ast.For):
+            works = False
+            work = [part for part in loop.body if part.lineno > statement.lineno]
         elif any(isinstance(node, ast.Continue) for part in work for node in ast.walk(part)):
             continue
         is_all = operand in (statement.test, getattr(statement.test, "operand", None))
-        if statement.orelse or not is_all or truth is None or works == (truth == is_negated):
-            continue
-        if _is_closed(work, parents, frame):
-            return work[0].lineno, work[-1].end_lineno
+        is_asked = is_all and truth is not None and works == (truth != is_negated)
+        if is_asked and not statement.orelse and _is_closed(work, parents, frame):
+            return range(work[0].lineno, work[-1].end_lineno + 1)
     return None
 
 
-def lines_of_loop(frame: FrameType) -> Lines | None:
+def lines_of_loop(frame: FrameType) -> range | None:
     """Lines of a loop over the entries of what a frame has just computed; None for others."""
     if dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER":
         for statement, _, _, parents in _questions(frame, ast.For):
             if _is_closed([statement], parents, frame):
-                return statement.lineno, statement.end_lineno
+                return range(statement.lineno, statement.end_lineno + 1)
     return None
 
 
@@ -93,7 +84,12 @@ def _parsed(source: str) -> tuple[ast.Module, dict[ast.AST, ast.AST]]:
     return tree, {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _questions(frame: FrameType, *kinds: type[ast.stmt]) -> Iterator[Question]:
+def _questions(
+    frame: FrameType, *kinds: type[ast.stmt]
+) -> Iterator[tuple[Any, ast.expr, bool, dict[ast.AST, ast.AST]]]:
+    """Statements at which a frame may be, each with the part of its test that asks, whether that is
+    behind ``not``, and the parents of all nodes of the file.
+    """
     code = frame.f_code
     try:
         tree, parents = _parsed("".join(inspect.findsource(code)[0]))
@@ -111,7 +107,7 @@ def _questions(frame: FrameType, *kinds: type[ast.stmt]) -> Iterator[Question]:
                 part: Any = left if is_length else operand
                 place = part.lineno, part.end_lineno, part.col_offset, part.end_col_offset
                 if place in asked:
-                    yield Question(statement, operand, is_negated, parents)
+                    yield statement, operand, is_negated, parents
 
 
 def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
@@ -132,57 +128,67 @@ def _raises(branch: list[ast.stmt]) -> bool:
     return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
 
 
-def _of_entries(operand: ast.expr) -> bool | None:
-    """The truth of a length, or of its comparison with a number, that one and more have, if none
-    has another.
-    """
+def _truth_of_length(operand: ast.expr) -> bool | None:
+    """The truth of a length, or of its comparison with a number, that all but zero have."""
     if not isinstance(operand, ast.Compare):
         return True
     number = getattr(operand.comparators[0], "value", None)
-    compare = _COMPARED.get(type(operand.ops[0]))
-    if compare is None or type(number) is not int or len(operand.ops) > 1:
+    is_one = len(operand.ops) == 1
+    return truth_if_compared(type(operand.ops[0]).__name__, number) if is_one else None
+
+
+def truth_if_compared(name: str, number: Any) -> bool | None:
+    """The truth that all counts but zero have if they are compared with a number."""
+    if name not in COMPARED or type(number) is not int:
         return None
-    return truth_of_entries(lambda count: compare(count, number))
+    return truth_unless_zero(lambda count: COMPARED[name](count, number))
 
 
-def truth_of_entries(truth: Callable[[int], bool]) -> bool | None:
-    """The truth that any number of entries has but none; None if they differ."""
-    none, *some = map(truth, (0, 1, 2, 3))
-    return some[0] if len({*some}) == 1 and some[0] != none else None
+def truth_unless_zero(truth: Callable[[int], bool]) -> bool | None:
+    """The truth that all counts have but zero, if their truth changes once; None for others."""
+    zero, *more = map(truth, (0, 1, 2, 3))
+    return more[0] if len({*more}) == 1 and more[0] != zero else None
 
 
 def _is_closed(work: list[ast.stmt], parents: dict[ast.AST, ast.AST], frame: FrameType) -> bool:
-    """True if work does not end its function, and nothing else reads a name that it binds, an
-    attribute or an entry. Writes to a tensor are in the graph.
+    """True if work does not leave its function, and nothing else reads a name, an attribute or an
+    entry that it assigns to. Writes to tensors are left to the traced graph.
     """
     function: Any = work[0] if work else None
     while function is not None and not isinstance(function, ast.FunctionDef):
         function = parents.get(function)
     if function is None:
         return False
+    everywhere = list(ast.walk(function))
+    if any(isinstance(node, ast.Global | ast.Nonlocal) for node in everywhere):
+        return False
     inside = {node for statement in work for node in ast.walk(statement)}
     tensors = {name for name, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
-    bound: set[str] = set()
+    assigned = set()
     for node in inside:
-        is_kept = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        if isinstance(node, _LEAVES) or (is_kept and isinstance(node, ast.Attribute)):
+        is_call = isinstance(node, ast.Expr) and not _is_in_place(node.value)
+        owner = getattr(getattr(node, "func", None), "value", None)  # of parts.append(y)
+        is_kept = isinstance(owner, ast.Name) and isinstance(
+            frame.f_locals.get(owner.id), list | dict | set
+        )
+        if is_call or is_kept or isinstance(node, _LEAVES):
             return False
-        if isinstance(node, ast.Subscript) and is_kept and _name(node.value) not in tensors:
-            return False
-        if isinstance(node, ast.Expr) and not _is_in_place(node.value):
-            return False
-        if isinstance(node, ast.Name) and is_kept:
-            # ``out += y`` of a tensor writes to it.
-            in_place = isinstance(parents[node], ast.AugAssign) and node.id in tensors
-            bound.update(() if in_place else (node.id,))
-    names = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in bound]
-    elsewhere = {n.id for n in names if n not in inside}
-    elsewhere |= {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
-    loaded = [n for n in names if isinstance(n.ctx, ast.Load)]
-    return not any(n not in inside or n.id in elsewhere for n in loaded)
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            changed: Any = node.value if isinstance(node, ast.Subscript) else node
+            is_write = changed is not node or isinstance(parents[node], ast.AugAssign)
+            if is_write and _name(changed) in tensors:
+                continue  # out[rows] = y, out += y
+            if isinstance(node, ast.Subscript | ast.Attribute):
+                return False
+            assigned.add(_name(node))
+    names = [node for node in everywhere if isinstance(node, ast.Name)]
+    elsewhere = {name.id for name in names if name not in inside}
+    elsewhere |= {node.arg for node in everywhere if isinstance(node, ast.arg)}
+    read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+    return not assigned & elsewhere & read
 
 
-def _name(value: ast.expr) -> str:
+def _name(value: ast.AST) -> str:
     return value.id if isinstance(value, ast.Name) else ""
 
 

@@ -13,7 +13,8 @@ they need, and the model's own parameters. What crosses a stage boundary goes th
 One port per value and consuming stage makes gradients right. Gradients bitwise those of one process
 (``exact``) need a port for each use that autograd would add on its own; the producer adds what
 comes back in the order of one process (``gradient_order``). The uses that are added first may be
-summed where they are, because ((g3 + g2) + g1) begins with their sum; so are shared parameters.
+summed where they are, because ((g3 + g2) + g1) begins with their sum. The same holds for a
+parameter that several stages read.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Checks of the data that do nothing but raise are left out (``without_raising_guards``),
 ``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), what is computed without
-gradients under autocast is detached (``NoGradUnderAutocast``), and library code that tracing cannot
-follow is replaced by code with the same values (``library_rules``); see also ``multimodal``.
+gradients is detached (``NoGradDetached``), and library code that tracing cannot follow is replaced
+by code with the same values (``library_rules``, and ``multimodal`` for its own models).
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-)
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.graph.ctc_loss import traceable
-from anabranch.graph.empty_selections import EmptySelections
-from anabranch.graph.flat_program import written
+from anabranch.graph.empty_selections import EmptySelections, traced_node
+from anabranch.graph.flat_program import storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.source_questions import passing_truth, place_of
 
@@ -122,19 +118,29 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
         constant = getattr(tensor, "constant", None)  # of a tensor that is traced
         return str(plain_text(tensor if constant is None else constant, form))
 
+    def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = plain_node(tracer, *args, **kwargs)
+        selections.note(node, sys._getframe(1))
+        return node
+
     truths = [
         (tensors, "__format__", text),
         (tensors, "__len__", length),
         (tensors, "__bool__", truth_of_tensor),
         (symbols, "__bool__", truth_of_symbol),
         (tensors, "__iter__", entries),
+        (fx.Tracer, "create_node", create_node),
     ]
     with _TRACING:  # the truth of a tensor is that of all threads
         tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
         plain_entries, plain_length = tensors.__iter__, tensors.__len__
         plain_text = tensors.__format__
-        with with_attributes(truths):
-            yield
+        plain_node = fx.Tracer.create_node
+        try:
+            with with_attributes(truths):
+                yield
+        finally:
+            selections.forget()
 
 
 def _is_in_torch(frame: FrameType) -> bool:
@@ -151,11 +157,9 @@ def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
     """Calls that make a traced tensor of nothing but constants and sizes, in order; None where it
     depends on an input or on random numbers, or is written to.
     """
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    if slot is None:
+    if (traced := traced_node(tensor)) is None:
         return None
-    reached, pending = {slot.proxy.node}, [slot.proxy.node]
+    reached, pending = {traced}, [traced]
     while pending:
         node = pending.pop()
         if node.target is torch.ops.aten.sym_size.int:
@@ -165,16 +169,11 @@ def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
             return None
         pending += [source for source in node.all_input_nodes if source not in reached]
         reached.update(node.all_input_nodes)
-    nodes = list(slot.proxy.node.graph.nodes)
-    storages = {_storage(node) for node in reached} - {None}
-    if any(_storage(target) in storages for node in nodes for target in written(node)):
+    nodes = list(traced.graph.nodes)
+    storages = {storage(node) for node in reached} - {None}
+    if any(storage(target) in storages for node in nodes for target in written(node)):
         return None
     return [node for node in nodes if node in reached]
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _constant_truth(tensor: torch.Tensor) -> bool | None:
@@ -229,16 +228,16 @@ def _asked_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
-class NoGradUnderAutocast(TorchFunctionMode):
-    """Inside, results that have no gradient under ``torch.autocast``, though an argument has one,
-    are detached: an exported program forgets ``no_grad`` there.
+class NoGradDetached(TorchFunctionMode):
+    """Inside, results that have no gradient, though an argument has one, are detached: an exported
+    program forgets ``no_grad`` in a region of ``torch.autocast``, also where that is disabled.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() or not torch._C._is_any_autocast_enabled():
+        if torch.is_grad_enabled():
             return result
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in read):

@@ -1,7 +1,7 @@
 """Writes into memory that has several names, as new values.
 
 A program is analysed and cut by who reads what. A write through a view, ``t[:, 0] = -100``, has no
-reader: who reads ``t`` afterwards does not name it. So the write makes a value that is read then::
+reader: who reads ``t`` afterwards does not name it. So the write makes a new value for readers::
 
     v = select(t, 1, 0)                       v = select(t, 1, 0)
     fill_(v, -100)                            f = full_like(v, -100)
@@ -42,7 +42,9 @@ def writes_first(target: Any) -> bool:
 
 
 def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None:
-    """The written argument of a write (``writes_first``) as a new value; None if there is none."""
+    """The first argument of a write (``writes_first``) afterwards, as a new value; None if no
+    operation makes it.
+    """
     name, (changed, *others) = target._schema.name.removeprefix("aten::").rstrip("_"), args
     if "::" in name or any(word in name for word in RANDOM):
         return None
@@ -66,7 +68,7 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """Views and writes that lead to a node, from the value whose memory it is in."""
+    """Path of views and writes to a node, the value whose memory it is in first."""
     path = [node]
     while (source := _source(path[0])) is not None:
         path.insert(0, source)

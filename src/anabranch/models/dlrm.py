@@ -106,7 +106,9 @@ class DLRM(nn.Module):
     def forward(
         self, dense: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor], target: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """``dense``: [samples, features] each, ``sparse``: [samples, bag], ``target``: 0 or 1."""
+        """``dense``: per branch [samples, features]; ``sparse``: per table [samples, bag] rows;
+        ``target``: [samples], 0 or 1.
+        """
         joined = torch.cat(
             [branch(x) for branch, x in zip(self.dense, dense, strict=True)]
             + [table(x) for table, x in zip(self.sparse, sparse, strict=True)],

@@ -38,7 +38,8 @@ def resolve(
         meta: build the module without memory for its parameters, for planning only.
 
     Raises:
-        ValueError: if nothing has that name, an option is unknown, or it returns something else.
+        ValueError: if nothing has that name, an option is unknown, or a function returns no
+            ``Workload``.
         WorkloadError: if the module or the function raises; names the line in the user's code, and
             has the exception as its cause. Errors of this package stay what they are.
     """

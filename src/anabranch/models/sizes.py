@@ -28,7 +28,8 @@ def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
     """The sizes, a dataclass, with some fields replaced by what texts say.
 
     Raises:
-        ValueError: for a field that does not exist (the message lists them) or no such value.
+        ValueError: for a field that does not exist (the message lists them) or a value that
+            does not parse.
     """
     present = {field.name: getattr(sizes, field.name) for field in fields(sizes)}  # type: ignore[arg-type]
     unknown = [key for key in options if key not in present]

@@ -26,7 +26,8 @@ class SyntheticData:
         steps_per_epoch: batches of an epoch.
         eval_batches: held-out batches.
         eval_epoch: epoch of the held-out batches, which training does not come to.
-        signal: standard deviation of the pattern against noise of 1, for dozens of steps.
+        signal: standard deviation of the pattern against noise of 1: learned in dozens of
+            steps, not in one.
         example_samples: samples of a workload's example.
     """
 

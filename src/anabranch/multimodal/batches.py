@@ -70,7 +70,8 @@ def multimodal_batch(
         batch: as the model itself takes it.
         images: slots of a sample, or the numbers of slots that the workload has buckets for, of
             which the least that will do is taken; by default as many as the batch needs.
-        patches: likewise the patches of a slot, of packed patches, and tiles, of LLaVA-OneVision.
+        patches: likewise the patches of a slot, for models that take packed patches, and its tiles,
+            for LLaVA-OneVision.
         sounds, chunks: likewise for sounds.
         share: samples of a micro-batch that share their slots, of which there are ``images`` per
             sample on average then; a micro-batch of every stage is a multiple of it.

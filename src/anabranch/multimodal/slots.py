@@ -171,7 +171,9 @@ def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
 
 
 def take_rows(features: Tensor, index: Tensor, share: int) -> Tensor:
-    """Rows ``[samples, rows, d]`` by index ``[samples, tokens]``, through ``share`` samples."""
+    """Take for each token, of an index ``[samples, tokens]``, a row of ``[samples, rows, d]``; rows
+    are counted through the ``share`` samples that share them.
+    """
     if share > 1:
         taken: Tensor = _operator()(features, index, share)
         return taken

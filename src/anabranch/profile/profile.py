@@ -45,7 +45,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Seconds of an update of a device's parameters, clipping included, and its extra memory.
+    """Seconds of an update of trainable parameters, clipping included, and its extra memory.
 
     ``fixed_s`` of each update, ``tensor_s`` for each parameter, ``byte_s`` for each of their bytes.
 
@@ -85,7 +85,8 @@ class Profile:
         costs: one entry per operator of the graph.
         device: what it was measured on or estimated for.
         source: ``measured``, ``estimated`` or ``imported``.
-        proportional: measured at one size (PipeDream's, DAPPLE's files), times grow with samples.
+        proportional: measured at one size (PipeDream's and DAPPLE's files): times are taken as
+            proportional to samples.
         update: seconds of the workload's optimizer, where that was measured.
         read_sample_s: seconds per sample in which a rank reads a batch, likewise.
 

@@ -206,7 +206,7 @@ class ShortestPeriod:
         return ModelCosts(order.graph, self.cost, versions)
 
     def order(self, graph: StageGraph) -> asynchronous.AsynchronousOrder:
-        """The order of mini-batches, given the stages that ``runs`` gives."""
+        """Order of mini-batches of a graph that ``prices`` has made: in turns, one of rounds."""
         if self.in_turns:
             return asynchronous.AsynchronousOrder(graph, 1, True)
         return asynchronous.split_batches(graph)

@@ -9,7 +9,8 @@ module, not the captured one, over the same slices in the same order::
 
 In exact mode the first two are bitwise equal where stages have one micro-batch size and no
 replicas, otherwise they differ by rounding. The third says whether micro-batches change what is
-trained: only batch normalisation may. The module is called twice: a program never changes.
+trained: only batch normalisation may. The module is called twice, because it may say
+something else then; a program says the same each time.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def verify(
 
     Raises:
         CaptureError, InvalidPlanError: if a side cannot run.
-        TrainingError: likewise; if the module changes between calls, or has no loss and gradient.
+        TrainingError: likewise; or if the module says something else at its second call, or makes
+            neither loss nor gradient.
     """
     if isinstance(plan, int):
         captured = captured or capture_workload(workload)

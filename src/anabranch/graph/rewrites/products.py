@@ -153,7 +153,7 @@ def join_split(program: FlatProgram, sites: Sites, _parts: int) -> None:
         b --+-- cat -- [A B C] --    =>    b -- B --+-- + -- +
         c --+                              c -- C ---------- +
 
-    So the weights of a join are with the branches, and elementwise calls; only sums meet.
+    So weights of a join, and elementwise calls behind it, are with the branches; only sums meet.
     """
     for product in products(program, sites):
         widths = concatenated_widths(product.features, product.dim)

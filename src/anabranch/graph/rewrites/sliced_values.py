@@ -284,7 +284,7 @@ _RULES: dict[str, Rule] = {
 
 
 def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
-    """Widths of the inputs, but for empty ones, of a concatenation behind elementwise calls."""
+    """Widths along a dimension of non-empty inputs of a concatenation behind elementwise calls."""
     if node.op == "call_function" and base_name(node) in _ELEMENTWISE:
         widest = [n for n in node.all_input_nodes if _shape(n) == _shape(node)]
         return concatenated_widths(widest[0], dim) if len(widest) == 1 else []
