@@ -364,7 +364,10 @@ class Balanced(Experts):
             tokens = h.flatten(0, 1)
             probabilities = gate(tokens).softmax(-1)
             weight, choice = probabilities.max(-1)
-            share = torch.histc(choice.float(), 4, 0, 3) / len(tokens)
+            count = torch.histc(choice.float(), 4, 0, 3)
+            if gate is self.gates[1]:  # of a size that the trace learns from what reads it
+                count = torch.bincount(choice, minlength=4)
+            share = count / len(tokens)
             balance = balance + 4 * (share * probabilities.mean(0)).sum()
             h = h + (tokens * self.experts[choice] * weight[:, None]).unflatten(0, h.shape[:2])
         loss = F.cross_entropy(self.head(h).flatten(0, 1), label.flatten())

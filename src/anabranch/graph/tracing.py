@@ -106,6 +106,12 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
                 chosen = guard_or_false(symbol)
         return bool(symbol_truth(symbol)) if chosen is None else chosen
 
+    def truth_of_number(number: torch.SymInt) -> bool:
+        chosen, frame = None, sys._getframe(1)
+        if _depends_on_data(number) and not _is_in_torch(frame):
+            chosen = truth(frame, number != 0)
+        return bool(number != 0) if chosen is None else chosen
+
     def entries(tensor: torch.Tensor) -> Iterator[Any]:
         hits = None
         if isinstance(tensor, FakeTensor):
@@ -127,6 +133,7 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
         (tensors, "__len__", length),
         (tensors, "__bool__", truth_of_tensor),
         (symbols, "__bool__", truth_of_symbol),
+        (torch.SymInt, "__bool__", truth_of_number),
         (tensors, "__iter__", entries),
     ]
     with _TRACING:  # the truth of a tensor is that of all threads
