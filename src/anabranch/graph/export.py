@@ -206,7 +206,7 @@ def export(
                 module.selections.places,
                 "the captured model does this work where its selection is empty, too, and nothing "
                 "changes; parameters that no sample selects have zeros then for a gradient, not "
-                "none",
+                "none, so momentum and weight decay still move them",
             )
             return exported
     assert failure is not None
@@ -315,8 +315,9 @@ def _refused_work(place: str, call: fx.Node | None) -> CaptureError:
         why = f"{user_line(call)} writes to more than the places of the selection"
     return CaptureError(
         f"{place} leaves work out where a selection is empty, and {why}, so the operations "
-        "differ from batch to batch; compute for the selection alone (x[rows]) and write to its "
-        "places (out[rows] += y, or out.index_add_(0, rows, y))"
+        "differ from batch to batch; in the forward of a module of its own, compute for the "
+        "selection alone (x[rows]) and write to its places (out[rows] += y, or "
+        "out.index_add_(0, rows, y))"
     )
 
 
