@@ -338,13 +338,15 @@ class Experts(Tokens):
         super().__init__()
         self.experts = nn.Parameter(torch.linspace(0.5, 2, 4 * WIDTH).view(4, WIDTH))
 
-    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor | dict[str, Tensor]:
         h = self.body(x).flatten(0, 1)
         choice, order = h[:, :4].argmax(-1).sort()
         ends = torch.histc(choice.float(), 4, 0, 3).cumsum(0)
         expert = torch.bucketize(torch.arange(len(h), device=x.device), ends, right=True)
         rows = h[order] * self.experts[expert]
-        return self.head(torch.zeros_like(rows).index_copy(0, order, rows)).square().mean()
+        scores = self.head(torch.zeros_like(rows).index_copy(0, order, rows))
+        hits = (scores.argmax(-1) == label.flatten()).sum()
+        return {"loss": scores.square().mean(), "accuracy": hits / (label >= 0).sum()}
 
 
 class Balanced(Experts):
@@ -362,7 +364,10 @@ class Balanced(Experts):
             tokens = h.flatten(0, 1)
             probabilities = gate(tokens).softmax(-1)
             weight, choice = probabilities.max(-1)
-            share = torch.histc(choice.float(), 4, 0, 3) / len(tokens)
+            count = torch.histc(choice.float(), 4, 0, 3)
+            if gate is self.gates[1]:  # of a size that the trace learns from what reads it
+                count = torch.bincount(choice, minlength=4)
+            share = count / len(tokens)
             balance = balance + 4 * (share * probabilities.mean(0)).sum()
             h = h + (tokens * self.experts[choice] * weight[:, None]).unflatten(0, h.shape[:2])
         loss = F.cross_entropy(self.head(h).flatten(0, 1), label.flatten())

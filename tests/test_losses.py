@@ -5,6 +5,7 @@ however the batch is sliced.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -76,7 +77,40 @@ def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) 
         assert distance(gradients, expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in OF_EVERY_KIND if name != "contrastive"])
+class Product(nn.Module):
+    """A loss that is a product of scores ``[n, WIDTH]`` and something else."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head, self.product = nn.Linear(WIDTH, WIDTH), product
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        return self.product(self.head(y)).sum()
+
+
+@pytest.mark.parametrize(
+    ("product", "kind"),
+    [
+        (lambda h: (mean := h.mean(0)) * mean, "coupled"),
+        (lambda h: (total := h.sum(0)) * total, "coupled"),
+        (lambda h: (total := h.sum(0)) + total, "sum"),
+        (lambda h: h.T @ h, "sum"),
+        (lambda h: torch.addmm(torch.eye(WIDTH), h.T, h), "coupled"),
+        (lambda h: torch.einsum("ni,nj->ij", h, h), "sum"),
+        (lambda h: torch.einsum("n...,n...->...", h, h.exp()), "sum"),
+        (lambda h: torch.einsum("ni,mi->i", h, h.exp()), "coupled"),
+    ],
+)
+def test_a_product_of_two_sums_over_samples_is_not_a_sum(
+    product: Callable[[Tensor], Tensor], kind: str
+) -> None:
+    """A mean times itself is read twice by one call; a sum of products over samples is a sum."""
+    assert capture(Product(product), batch(4)).graph.loss_kind == kind
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in OF_EVERY_KIND if name != "contrastive"), "experts"]
+)
 def test_evaluation_is_that_of_the_whole_batch(name: str) -> None:
     """Loss and metrics, by micro-batches of one sample; ``captioned`` has a contrastive loss."""
     model, given = built(name), batch(9, 3)

@@ -183,7 +183,9 @@ def test_epochs_are_told():
 
 
 def test_data_that_makes_no_sense_is_refused():
-    """A sampler that gives every rank other samples, another batch size, a number."""
+    """A sampler that gives every rank other samples, another batch size, a number, a function of
+    other arguments, which would fail after training.
+    """
     split = DistributedSampler(TensorDataset(NUMBERS), num_replicas=2, rank=0)
     with pytest.raises(ValueError, match="DistributedSampler for 2 replicas"):
         loader_of(DataLoader(TensorDataset(NUMBERS), batch_size=4, sampler=split), shuffle=True)
@@ -196,6 +198,8 @@ def test_data_that_makes_no_sense_is_refused():
         return []
 
     assert loader_of(function, shuffle=True) is function
+    with pytest.raises(TypeError, match=r"eval_data\(batch_size\), but of function: .*'epoch'"):
+        loader_of(function, shuffle=False)
     assert loader_of(None, shuffle=True) is None
 
 

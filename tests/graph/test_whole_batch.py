@@ -28,7 +28,7 @@ def test_a_balance_of_experts_is_an_operator_of_its_own() -> None:
     loss = graph.index[WHOLE_BATCH_LOSS]
     read = [value for value in graph.values if loss in value.consumers]
     sizes = sorted((value.nbytes, value.grad) for value in read if value.producer >= 0)
-    assert sizes == [(4, True), (16, False), (16, False), (16, True), (16, True)]
+    assert sizes == [(4, True), (16, False), (16, True), (16, True), (32, False)]
     assert all(value.batched for value in read)
 
 

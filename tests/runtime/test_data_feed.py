@@ -128,16 +128,18 @@ def test_data_is_looked_at_before_a_plan() -> None:
     model = built("TwoBranch")
     longer = batch(6) | {"x": torch.zeros(6, 9)}
 
-    def refusal(data: Any) -> str:
-        return refusal_of_data(model.captured, replace(model.workload, data=data), 6)
+    def refusal(data: Any, eval_data: Any = None) -> str:
+        workload = replace(model.workload, data=data, eval_data=eval_data)
+        return refusal_of_data(model.captured, workload, 6)
 
     assert refusal(lambda *_: [batch(6), batch(6), longer]) == ""
     refused = refusal(lambda *_: [batch(6), longer])
     assert "batch 1 of epoch 0" in refused
     assert "pad_to_bucket" in refused
     assert "batches of 3 samples, and 6 are asked" in refusal(DataLoader([], batch_size=3))
+    assert "held-out batch 0 differs" in refusal(lambda *_: [batch(6)], lambda _: [longer])
     once = iter([longer])
-    assert refusal(once) == ""
+    assert refusal(once, once) == ""
     assert next(once) is longer
 
 
@@ -186,7 +188,7 @@ def a_feed(data: Any, told: list[BaseException]) -> DataFeed:
 
 def test_the_feed_knows_which_batch_it_gave_last() -> None:
     """From 0, in every epoch anew; none once that was trained on."""
-    feed = a_feed(lambda size, epoch: [torch.zeros(size, 1)] * 2, [])
+    feed = a_feed(lambda size, epoch=0: [torch.zeros(size, 1)] * 2, [])
     where = []
     for _ in feed.batches(2):
         where.append(feed.where)

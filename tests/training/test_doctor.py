@@ -12,7 +12,7 @@ from anabranch.cluster import Cluster
 from anabranch.schedule import glossary
 from anabranch.training.doctor import Examination, examine, report
 from anabranch.workload import NamedParameters, Workload
-from tests.losses import Contrastive, Masked, Tokens, batch
+from tests.losses import Contrastive, Masked, RootMean, Tokens, batch
 
 CLUSTER = Cluster.preset("summit:1x2")
 
@@ -84,6 +84,8 @@ def test_samples_depend_on_each_other_from_the_first_operator_on() -> None:
     together.norm = nn.SyncBatchNorm(6)
     (said,) = (text for text in examined(together).findings if text.startswith("samples depend"))
     assert "from batch_norm in norm on: right.0, matmul will" in said
+    (said,) = (text for text in examined(RootMean()).findings if text.startswith("samples depend"))
+    assert "in the loss alone: whole_batch_loss will have" in said
 
 
 def test_a_plan_and_the_memory_of_its_devices() -> None:

@@ -15,6 +15,7 @@ by their ``state_dict``, if they have one, or are read up to the position.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import (
     Callable,
     Collection,
@@ -275,7 +276,7 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
         shuffle, packing: see ``Loader``.
 
     Raises:
-        TypeError: if it is none of these.
+        TypeError: if it is none of these, or a function of other arguments.
         ValueError: if its sampler deals samples out to replicas.
     """
     if data is None or isinstance(data, Loader):
@@ -284,6 +285,14 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
     if is_set or isinstance(data, DataLoader | IterableDataset):
         return Loader(data, shuffle=shuffle, packing=packing)
     if callable(data):
+        call = "data(batch_size, epoch)" if shuffle else "eval_data(batch_size)"
+        try:
+            inspect.signature(data).bind(*range(1 + shuffle))
+        except ValueError:  # of C, without a signature
+            pass
+        except TypeError as error:
+            name = getattr(data, "__name__", type(data).__name__)
+            raise TypeError(f"a Workload calls {call}, but of {name}: {error}") from None
         if packing == NOT_PACKED:
             return data
         return lambda *arguments: map(packing.packed, data(*arguments))

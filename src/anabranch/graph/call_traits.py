@@ -40,11 +40,12 @@ def is_integer(node: fx.Node) -> bool:
 
 
 def value_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs of a call whose entries its value depends on."""
-    name, inputs = base_name(node), node.all_input_nodes
-    if name in LIKE:
+    """Inputs of a call whose entries its value depends on, each as often as the call reads it."""
+    inputs: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), inputs.append)
+    if base_name(node) in LIKE:
         return inputs[:1]
-    return inputs[1:] if name in FACTORIES else inputs
+    return inputs[1:] if base_name(node) in FACTORIES else inputs
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -194,8 +194,8 @@ def export(
                 "a check of the data that only raises is left out of the captured model, so a "
                 "batch that would not pass it is trained on": checks,
                 "this work is done also where its selection is empty: results are the same, but "
-                "parameters that no sample selects have a gradient of zeros then, not "
-                "none": module.selections.places,
+                "parameters that no sample selects have a gradient of zeros then, not none, so "
+                "momentum and weight decay still move them": module.selections.places,
             }
             for text, places in warned.items():
                 if places:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -88,6 +89,11 @@ def is_order_known(node: fx.Node) -> bool:
     return name in operations.KEEPS_ORDER or any(word in name for word in operations.RANDOM)
 
 
+def _sizes(value: torch.Tensor) -> list[Any]:
+    """Sizes; None for those that are known in a run only, as of a mask's entries."""
+    return [n if isinstance(n, int) else n.node.maybe_as_int() for n in value.shape]
+
+
 def _axis(
     node: fx.Node,
     here: torch.Tensor,
@@ -95,8 +101,8 @@ def _axis(
     samples: int,
     axes: dict[fx.Node, SampleAxis],
 ) -> SampleAxis:
-    pairs = list(zip(here.shape, there.shape, strict=True))
-    if not all(isinstance(n, int) for pair in pairs for n in pair):
+    pairs = list(zip(_sizes(here), _sizes(there), strict=True))
+    if any(None in pair for pair in pairs):
         return SampleAxis(-1, trouble=RAGGED)
     moving = [d for d, (a, b) in enumerate(pairs) if a != b]
     if not moving:

@@ -47,6 +47,7 @@ from anabranch.graph.flat_program import (
     requires_grad,
     schema_name,
     trains_norm,
+    upstream,
     written,
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
@@ -78,6 +79,7 @@ class _Follower:
         self.uses: list[StatisticUse] = []
         self.assumed: list[str] = []
         self.rearranged: set[fx.Node] = set()
+        self.before_loss = set(upstream(program.outputs[:1]))
 
     def result(self) -> SampleFlow:
         for node in self.program.graph.nodes:
@@ -239,6 +241,7 @@ class _Follower:
         return (
             value is not None
             and not value.requires_grad
+            and node in self.before_loss  # a metric's count is a sum
             and any(axis.trouble not in ("", PAIRS, RAGGED) for axis in axes)
             and (not value.is_floating_point() or base_name(node).rstrip("_") in operations.COUNTS)
         )
@@ -366,8 +369,20 @@ class _Follower:
             return None if ragged else Flow("mean", known)
         from_zero = not name.endswith("_add") or _is_zero(node.args[0])
         is_count = name in operations.COUNTS and not ragged and from_zero
-        is_sum = is_count or name == "sum" or (name in operations.PRODUCTS and len(moving) == 2)
-        return Flow("sum", known) if is_sum else None
+        is_product = name in operations.PRODUCTS and len(moving) == 2 and name != "addmm"
+        is_product = is_product and (name != "einsum" or self.is_over_one_index(node))
+        return Flow("sum", known) if is_count or name == "sum" or is_product else None
+
+    def is_over_one_index(self, einsum: fx.Node) -> bool:
+        """False for ``ni,mj->ij`` of samples n and m, a product of two sums over them."""
+        changed = set()
+        terms = str(einsum.args[0]).partition("->")[0].split(",")
+        for term, operand in zip(map(str.strip, terms), value_inputs(einsum), strict=True):
+            here, there = (n.meta["val"].shape for n in (operand, self.twins[operand]))
+            letters = term.replace("...", "." * (len(here) - len(term) + 3))
+            pairs = zip(letters, here, there, strict=True)
+            changed |= {c for c, a, b in pairs if not isinstance(a, int) or a != b}
+        return len(changed) == 1
 
 
 def _is_zero(value: Any) -> bool:

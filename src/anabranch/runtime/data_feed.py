@@ -142,7 +142,7 @@ class DataFeed:
         except AnabranchError:
             raise
         except Exception as error:
-            named = LoaderError(placed(f"the {what} raised{when},", error))
+            named = LoaderError(placed(f"the {what} raised{when},", error, "its call"))
             self.fail(named)
             raise named from error
 
@@ -162,19 +162,27 @@ class DataFeed:
 
 
 def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> str:
-    """Return why training would refuse one of the first two batches; empty if it would not. What
-    can be read only once, or has buckets, each of which would be captured, is left alone.
+    """Return why training would refuse one of the first two batches, or the evaluation the first
+    one; empty if it would not. What can be read only once, or has buckets, each of which would be
+    captured, is left alone.
     """
-    source = getattr(workload.data, "source", workload.data)
-    if source is None or isinstance(source, Iterator) or workload.buckets:
-        return ""
-    feed = DataFeed(workload, batch_size)
+    feed, place = DataFeed(workload, batch_size), torch.device("cpu")
     try:
-        for _, batch in zip(range(2), feed.batches(1), strict=False):
-            leaves_of(captured, batch, torch.device("cpu"), feed.where)
+        if _is_read_again(workload.data) and not workload.buckets:
+            for _, batch in zip(range(2), feed.batches(1), strict=False):
+                leaves_of(captured, batch, place, feed.where)
+        if _is_read_again(workload.eval_data) and not workload.buckets:
+            for _, batch in zip(range(1), feed.read(feed.held_out()), strict=False):
+                leaves_of(captured, batch, place, "held-out batch 0")
     except DataError as error:
         return str(error)
     return ""
+
+
+def _is_read_again(data: Any) -> bool:
+    """True for data that can be read more than once."""
+    source = getattr(data, "source", data)
+    return source is not None and not isinstance(source, Iterator)
 
 
 def leaves_of(

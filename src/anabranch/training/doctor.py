@@ -17,6 +17,7 @@ from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
+from anabranch.graph.whole_batch import WHOLE_BATCH_LOSS
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan, memory_text
 from anabranch.plans.prices import prices_of
@@ -188,9 +189,11 @@ def _of_graph(captured: Captured) -> list[str]:
     operators = [op.name for op in captured.graph.ops if op.name in coupled]
     if operators:
         first = next(c for c in captured.coupling if c.operator == operators[0])
-        where = f" in {first.module}" if first.module else ""
+        where = f"from {first.operation}{f' in {first.module}' if first.module else ''} on"
+        if first.module == WHOLE_BATCH_LOSS:
+            where = "in the loss alone"
         findings.append(
-            f"samples depend on each other from {first.operation}{where} on: "
+            f"samples depend on each other {where}: "
             f"{some(operators)} will have the whole batch, on one replica"
         )
     if captured.assumed and kind != "coupled":

@@ -9,6 +9,7 @@ from torch import nn
 
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import capture
+from anabranch.runtime.guards.self_check import _digest
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.verification import even_plan
 from anabranch.workload import Workload
@@ -51,6 +52,16 @@ def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
     texts = run(model, plan(model, 2), work, check_gradients=True)
     assert texts[0] == texts[1]
     assert "is not the model's" in texts[0]
+
+
+def test_gradients_of_one_norm_that_differ_are_told_apart() -> None:
+    """Behind a softmax the gradients of all scores add up to zero, whatever the columns are, so
+    signs that alternate, or repeat with the width, would see nothing.
+    """
+    row = torch.linspace(0, 1, 16)
+    ours, theirs = _digest(torch.stack([row, -row])), _digest(torch.stack([-row, row]).flip(1))
+    assert ours[0] == pytest.approx(theirs[0])
+    assert abs(ours[1] - theirs[1]) > 1e-2 * ours[0]
 
 
 def test_replicas_may_outnumber_the_samples_of_a_micro_batch() -> None:
