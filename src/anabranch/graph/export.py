@@ -162,6 +162,7 @@ def export(
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
+                stack.enter_context(torch.enable_grad())  # as a capture, also in an evaluation
                 stack.enter_context(without_keeping(module))
                 if strict:  # the analysis hides custom gradients, which a plain call shows
                     state = {name: buffer.clone() for name, buffer in module.named_buffers()}
