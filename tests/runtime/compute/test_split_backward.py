@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -128,6 +130,21 @@ def test_weights_that_can_wait(program):
         "conv.bias", "conv.weight", "frozen.bias", "frozen.weight", "last.weight", "matrix",
         "norm.bias", "norm.weight",
     ]  # fmt: skip
+
+
+def test_a_graph_ends_with_its_halves(program):
+    """The hooks of its calls keep neither them nor what they have kept of the micro-batch."""
+    noting, notes = noting_stage(program)
+    leaf = torch.randn(SAMPLES, 16, requires_grad=True)
+    (loss,) = noting(leaf, torch.arange(SAMPLES))
+    loss.backward(retain_graph=True, inputs=[leaf])
+    calls = notes.take()
+    for call in calls:
+        call.add_gradients()
+    alive = [weakref.ref(call) for call in calls]
+    del loss, calls, call
+    assert alive
+    assert not any(call() for call in alive)
 
 
 def test_the_first_half_leaves_weights_alone(program):

@@ -19,6 +19,7 @@ several uses belongs to the first half: autograd adds up its uses in one order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, Node
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class CallWithWeights:
     """A call that reads weights, in the forward of one micro-batch.
 
@@ -40,9 +41,16 @@ class CallWithWeights:
     parameters: Sequence[nn.Parameter]
     arrived: tuple[Tensor | None, ...] = ()
 
-    def keep(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Keep what arrives; a hook of autograd."""
-        self.arrived = gradients
+    def __post_init__(self) -> None:
+        # A node that held its call, which holds the node, would live on with the whole graph: the
+        # garbage collector does not see the hooks of a node.
+        this = weakref.ref(self)
+
+        def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            if (call := this()) is not None:
+                call.arrived = gradients
+
+        self.node.register_prehook(keep)
 
     def add_gradients(self) -> None:
         """Add the gradients of the parameters to theirs."""
@@ -67,9 +75,7 @@ class WeightNotes:
         """Note the result of a call that reads these parameters."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if result.grad_fn is not None and trained:
-            call = CallWithWeights(result.grad_fn, trained)
-            result.grad_fn.register_prehook(call.keep)
-            self._calls.append(call)
+            self._calls.append(CallWithWeights(result.grad_fn, trained))
 
     def take(self) -> list[CallWithWeights]:
         """Return the calls of the last forward, last ones first."""
