@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.operations import BATCH_NORMS
@@ -240,7 +241,9 @@ def gradient_strides(
     values = [(n.all_input_nodes[0] if UNFOLDS in n.meta else n).meta["val"] for n in nodes]
     loss = program.outputs[0].meta["val"]
     gradients: Sequence[torch.Tensor | None] = [None] * len(values)
-    with contextlib.suppress(RuntimeError):
+    made = tree_leaves([node.meta.get("val") for node in program.calls])
+    unknown = free_unbacked_symbols([v.shape for v in made if isinstance(v, torch.Tensor)])
+    with contextlib.suppress(*[RuntimeError] if unknown else []):
         gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
     strides = {}
     for node, value, gradient in zip(nodes, values, gradients, strict=True):

@@ -125,12 +125,12 @@ def test_what_is_found_does_not_depend_on_the_number_of_cores(cores, monkeypatch
     """Nor in which order."""
 
     def found() -> list[tuple[float, int, int]]:
-        annealing = Annealing(space(DIAMOND), slowest, Random(3), SHORT)
+        forks = replace(SHORT, worth_forking_s=0.0)
+        annealing = Annealing(space(DIAMOND), slowest, Random(3), forks)
         starts = [draft("001122", "001122"), draft("000111", "000111"), WHOLE]
         annealing.search(starts, 200)
         return [(entry.seconds, entry.start, entry.moves) for entry in annealing.best(5)]
 
-    monkeypatch.setattr(annealing_module, "WORTH_FORKING_S", 0.0)
     monkeypatch.setattr(forked, "cores", lambda: cores)
     by_many = found()
     monkeypatch.setattr(forked, "cores", lambda: 1)
@@ -146,9 +146,9 @@ def test_short_rounds_stay_in_one_process(least_s, times, monkeypatch):
         rounds.append(len(items))
         return [*map(function, items)]
 
-    monkeypatch.setattr(annealing_module, "WORTH_FORKING_S", least_s)
     monkeypatch.setattr(forked, "run_each", run_each)
-    annealing = Annealing(space(CHAIN), slowest, Random(0), SHORT)
+    settings = replace(SHORT, worth_forking_s=least_s)
+    annealing = Annealing(space(CHAIN), slowest, Random(0), settings)
     annealing.search([draft("000111", "000001")], 500)
     assert annealing.best(1)[0].seconds == pytest.approx(1.01)
     assert len(rounds) == times

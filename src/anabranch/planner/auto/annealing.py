@@ -36,11 +36,6 @@ class AnnealedDraft(NamedTuple):
     stuck: bool = False
 
 
-WORTH_FORKING_S = 0.25
-"""Seconds of a round from which on its ways go to several processes, each of which takes about .03
-s of processor time to fork. Forked for any round, searches took a tenth to a quarter more of it.
-"""
-
 _seconds = attrgetter("seconds")
 
 
@@ -59,9 +54,8 @@ class Annealing:
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
         """Anneal the most promising starts, in rounds; the ways of a round side by side."""
-        settings, space, began = self._settings, self._space, time.perf_counter()
-        self.promising = self._promising(starts)
-        count = len(starts) * 2 * (1 + space.shared) * (1 + space.split)  # see ``variants``
+        settings, began = self._settings, time.perf_counter()
+        self.promising, count = self._promising(starts)
         each_s = (time.perf_counter() - began) / max(count, 1)
         chosen, rounds = self.promising, settings.starts.bit_length() - 1
         for number in range(rounds if chosen else 0):
@@ -69,7 +63,7 @@ class Annealing:
             share = evaluations // (rounds * len(chosen))
             given = [(start, share, self._rng.random()) for start in chosen]
             try:
-                if each_s * share * len(given) < WORTH_FORKING_S:
+                if each_s * share * len(given) < settings.worth_forking_s:
                     ways = [*map(self._anneal, given)]
                 else:
                     ways = forked.run_each(self._anneal, given)
@@ -122,19 +116,21 @@ class Annealing:
         ordered = (*sorted(self._ends, key=_seconds), *sorted(self._found.values(), key=_seconds))
         return [*{annealed.seconds: annealed for annealed in ordered}.values()][:count]
 
-    def _promising(self, starts: Iterable[Draft]) -> list[AnnealedDraft]:
-        """Starts that can run, unlike each other."""
+    def _promising(self, starts: Iterable[Draft]) -> tuple[list[AnnealedDraft], int]:
+        """Starts that can run, unlike each other, and how many drafts were evaluated."""
         unlike: dict[tuple[int, int], AnnealedDraft] = {}
+        count = 0
         for number, start in enumerate(starts):
             limit = unlike[_shape(start)].seconds if _shape(start) in unlike else math.inf
             for draft in variants(start, shared=self._space.shared, split=self._space.split):
+                count += 1
                 if (seconds := self._evaluate(draft, limit)) < limit:
                     limit = seconds
                     unlike.pop(_shape(start), None)  # the last one found is last among equals
                     unlike[_shape(start)] = AnnealedDraft(seconds, draft, number)
         promising = sorted(unlike.values(), key=_seconds)
         self._keep(promising)
-        return promising
+        return promising, count
 
     def _keep(self, passed: Iterable[AnnealedDraft]) -> None:
         for annealed in passed:

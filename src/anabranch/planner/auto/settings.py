@@ -28,6 +28,9 @@ class Settings:
         hotter: where the round before found nothing better: small models are at the end of what is
             near their starts soon, and the way to a better plan leads through much slower ones.
         cold: at its end.
+        worth_forking_s: seconds of a round from which on its ways go to several processes, each of
+            which takes about .03 s of processor time to fork. Forked for any round, searches took a
+            tenth to a quarter more of it.
         split_gain: share of the step that split backwards have to save, here and in ``solve``: each
             call with weights costs the host some 20 us more, which is not predicted.
         proposed: drafts that are proposed to the judge.
@@ -53,6 +56,7 @@ class Settings:
     hot: float = 0.01
     hotter: float = 0.2
     cold: float = 0.001
+    worth_forking_s: float = 0.25
     split_gain: float = 0.02
     proposed: int = 20
     neighbours: int = 500

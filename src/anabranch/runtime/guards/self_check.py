@@ -66,6 +66,7 @@ class Tolerances:
 
 _TOLERANCES = Tolerances()
 _SIGNS = torch.randn(1009, generator=torch.Generator().manual_seed(0)).sign().double()
+"""Repeated along a gradient; a prime number, so that no dimension of it has their period."""
 
 _ALL_THE_SAME = "--no-check-gradients (check_gradients=False) trains all the same"
 
