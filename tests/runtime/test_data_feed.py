@@ -47,6 +47,14 @@ def test_only_what_is_read_here_is_brought_to_the_device() -> None:
     }
 
 
+def test_a_list_of_batches_is_no_data_set() -> None:
+    """Its entries would be stacked."""
+    captured = built("TwoBranch").captured
+    (given,) = Loader([batch(4)] * 3, shuffle=False).batches(3, 0)
+    with pytest.raises(DataError, match="each sample of batch 0 is a batch: x is "):
+        leaves_of(captured, given, CPU, "batch 0")
+
+
 def test_what_was_not_read_is_never_taken_for_values() -> None:
     """A batch that was read for other stages has zeros in its place."""
     captured = built("TwoBranch").captured

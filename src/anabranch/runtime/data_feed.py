@@ -241,6 +241,13 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         if here not in known:
             differences.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
     differences = differences or [f"no bucket has {', '.join(has)} together"]
+    stacked = {name: leaf for name, leaf in leaves.items() if leaf.dim() > 1}
+    if captured.layout.types == {n: (leaf.shape[2:], leaf.dtype) for n, leaf in stacked.items()}:
+        return (
+            f"each sample of {which} is a batch: {'; '.join(differences)}. What has a length "
+            "and an index, as a list has, is taken for a data set of samples; give batches by a "
+            "function data(batch_size, epoch)"
+        )
     return (
         f"{which} differs from the workload's example{' and buckets' * (len(buckets) > 1)} in more "
         f"than the number of samples: {'; '.join(differences)}. Give Workload an example that the "
