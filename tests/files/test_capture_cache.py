@@ -286,7 +286,7 @@ def traced(n: float = 1.0) -> TracedModel:
         Kernel("mm", 8.0 * n, ((n, 2.0, 3.0, 1.0),), "float32"),
         Kernel("add", n, (), "x", 2),
     )
-    few = KernelTrace(kernels, (0, 1), (0, 1), (16, 0), (8, 24))
+    few = KernelTrace(kernels, (0, 1), (0, 1), (16, 0), (8, 24), (0, 8))
     return TracedModel(GRAPH, few, few)
 
 

@@ -212,7 +212,7 @@ def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     ops, roomy = list(bits(case.mask)), case.cost()
     need = roomy.device_bytes(ops, in_flight=in_flight, **shape)
     costs, stage = case.simulated(roomy, versions)
-    flight, backward = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
+    flight, backward, *_ = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
     device = costs.graph.stages[stage].devices[-1]
     resident, summed = costs.held_bytes(stage, device)
     on_top = max(in_flight * flight + backward, summed)

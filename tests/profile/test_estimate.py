@@ -100,7 +100,7 @@ def test_gradients_of_weights_are_what_a_backward_of_inputs_leaves_out(bert: Cap
         with Recorder() as recorder:
             torch.autograd.backward(result, torch.empty_like(result), inputs=wanted)
         count = len(recorder.kernels)
-        trace = KernelTrace(tuple(recorder.kernels), (1,) * count, (0,) * count, (0,), (0,))
+        trace = KernelTrace(tuple(recorder.kernels), (1,) * count, (0,) * count, (0,), (0,), (0,))
         sheet = DATA_SHEETS["v100"]
         seconds.append(trace.seconds(trace.nbytes, trace.products, sheet, "float32")[1, 0])
     assert last.weight_s[0] == pytest.approx(seconds[0] - seconds[1], rel=0.02)

@@ -14,7 +14,7 @@ SHEET = DATA_SHEETS["v100"]
 def copies(*nbytes: float, name: str = "copy_") -> KernelTrace:
     """One operator that copies in its forward, once for each size."""
     kernels = tuple(Kernel(name, n, (), "float32") for n in nbytes)
-    return KernelTrace(kernels, (0,) * len(nbytes), (0,) * len(nbytes), (100,), (10,))
+    return KernelTrace(kernels, (0,) * len(nbytes), (0,) * len(nbytes), (100,), (10,), (0,))
 
 
 def traced(few: KernelTrace, many: KernelTrace) -> TracedModel:
@@ -62,7 +62,7 @@ def test_gradients_of_weights_are_told_by_how_their_sizes_grow() -> None:
             Kernel("sum", 16 * n + 4 * n, (), "float32"),
             Kernel("add_", 384, (), "float32"),
         )
-        return KernelTrace(kernels, (1,) * 6, (1,) * 6, (0, 0), (0, 0))
+        return KernelTrace(kernels, (1,) * 6, (1,) * 6, (0, 0), (0, 0), (0, 0))
 
     ops = Op("before"), Op("linear", ("weight",))
     graph = OpGraph(ops, (Value(0, (1,), 32),), (Parameter("weight", 128),))
@@ -78,7 +78,7 @@ def test_gradients_of_weights_are_told_by_how_their_sizes_grow() -> None:
 def test_without_weights_all_are_gradients_of_inputs() -> None:
     """The same product of two values, or of parameters that are not trained."""
     kernels = (Kernel("mm", 0, ((8, 4, n, 1),), "float32") for n in (2, 4))
-    few, many = (KernelTrace((kernel,), (1,), (0,), (0,), (0,)) for kernel in kernels)
+    few, many = (KernelTrace((kernel,), (1,), (0,), (0,), (0,), (0,)) for kernel in kernels)
     frozen = OpGraph((Op("a", ("w",)),), (), (Parameter("w", 4, trainable=False),))
     for graph in (frozen, OpGraph((Op("a"),), ())):
         (cost,) = TracedModel(graph, few, many).profile("v100", (2,), "float32").costs

@@ -34,6 +34,7 @@ def cost_model(
     value_bytes: int = 0,
     parameter_bytes: int = 0,
     kept_bytes: int = 0,
+    waiting_bytes: int = 0,
     tied: tuple[int, ...] = (),
 ) -> CostModel:
     """One operator per stage, times proportional to samples; ``tied`` ones share a parameter."""
@@ -45,7 +46,8 @@ def cost_model(
     )
     parameters = tuple(Parameter(name, parameter_bytes) for name in dict.fromkeys(names))
     costs = tuple(
-        OpCost((f,), (b,), kept_bytes) for f, b in zip(forward_s, backward_s, strict=True)
+        OpCost((f,), (b,), kept_bytes, waiting_bytes=waiting_bytes)
+        for f, b in zip(forward_s, backward_s, strict=True)
     )
     graph = OpGraph(ops, values, parameters)
     profile = Profile(graph, (1,), costs, "v100", "measured", True)

@@ -93,12 +93,19 @@ def test_activations_follow_the_warm_up(schedule, held):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_peak_memory_is_what_the_cost_model_says(schedule, recompute):
-    """So a plan that fits by the formula fits on the clock, and the other way round. Where weights
-    wait for their gradients, their passes hold memory besides, which the formula does not know.
+    """So a plan that fits by the formula fits on the clock, and the other way round. Gradients that
+    wait take memory besides, which the formula does not know.
     """
     edges = ((0, 1), (0, 2), (1, 3), (2, 3))
     cost = cost_model(
-        edges, [1] * 4, [2] * 4, cluster(5), value_bytes=10, parameter_bytes=1000, kept_bytes=70
+        edges,
+        [1] * 4,
+        [2] * 4,
+        cluster(5),
+        value_bytes=10,
+        parameter_bytes=1000,
+        kept_bytes=70,
+        waiting_bytes=40,
     )
     graph = stage_graph(edges, [(0,), (1,), (2, 3), (4,)], 24, [2, 2, 2, 4])
     graph = replace(graph, stages=tuple(replace(s, recompute=recompute) for s in graph.stages))

@@ -116,17 +116,29 @@ class CostModel:
     def weight_s(self, mask: int, samples: float) -> float:
         """Seconds of the backward of a set of operators that can wait until gradients of its inputs
         are sent; 0 for no samples.
-
-        Gradients of weights wait if they are computed on the way to those inputs, and by a single
-        operator of the set.
         """
-        if not samples:
-            return 0.0
+        return float(self.op_weight_s(samples)[self._waiting(mask)].sum()) if samples else 0.0
+
+    @remembered
+    def split_passes(self, mask: int) -> tuple[StagePasses, float]:
+        """Bytes that a pass takes besides what operators keep where the backward is split: what
+        they keep stays, and gradients are added that wait; and bytes per sample of these.
+        """
+        ops, waiting = list(bits(mask)), set(self._waiting(mask))
+        costs = self.profile.costs
+        held = np.array([costs[op].waiting_bytes * (op in waiting) for op in ops], np.float64)
+        own = self.largest_gradients[ops], self.working_bytes[ops]
+        return StagePasses.of(*own, -held, np.zeros(len(ops))), float(held.sum())
+
+    def _waiting(self, mask: int) -> list[int]:
+        """Operators of a set whose gradients of weights can wait: those are computed on the way to
+        its inputs, and by a single one of them.
+        """
         waiting = self.graph.way_back(mask)
         for readers, _ in self.tied:
             if (readers & mask).bit_count() > 1:
                 waiting &= ~readers
-        return float(self.op_weight_s(samples)[list(bits(waiting))].sum())
+        return list(bits(waiting))
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:

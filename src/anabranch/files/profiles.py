@@ -64,6 +64,7 @@ class _OperatorEntry(Strict):
     kept_bytes: Annotated[Size, Field(alias="kept_bytes_per_sample")]
     working_bytes: Annotated[Size, Field(alias="working_bytes_per_sample")] = 0
     kept_fixed_bytes: Size = 0
+    waiting_bytes: Annotated[Size, Field(alias="waiting_bytes_per_sample")] = 0
 
 
 class _ValueEntry(Strict):

@@ -72,6 +72,13 @@ class StageProgram:
     metrics: tuple[str, ...]
     shapes: dict[int, tuple[torch.Size, torch.dtype]]
 
+    @property
+    def ways_back(self) -> set[str]:
+        """Names of the module's inputs through which gradients go back."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        entering = zip(self.inputs, placeholders, strict=False)
+        return {node.name for port, node in entering if port.grad}
+
 
 def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = False) -> Split:
     """Cut a captured module into stages, given by the names of their operators, in topological

@@ -147,6 +147,7 @@ def _cost(profile: Profile, mask: int) -> OpCost:
         int(working),
         _weight_s(profile, mask),
         sum(cost.kept_fixed_bytes for cost in chosen),
+        sum(profile.costs[i].waiting_bytes for i in bits(profile.graph.way_back(mask))),
     )
 
 

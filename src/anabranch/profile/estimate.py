@@ -19,6 +19,7 @@ from torch.fx.experimental import _config
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
+from anabranch.graph.weight_calls import waiting_bytes
 from anabranch.profile import kernel_trace, operator_runner
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kernels import MetaRun, Recorder, cannot_estimate
@@ -102,6 +103,7 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
         tuple(op for _, op, _ in seen),
         tuple(nbytes.kept),
         tuple(nbytes.working),
+        tuple(map(waiting_bytes, program)),
     )
 
 

@@ -56,6 +56,7 @@ class KernelTrace:
         ops: per kernel its operator.
         kept: per operator, bytes kept for the backward.
         working: per operator, bytes that one of its passes takes besides.
+        waiting: per operator, bytes of the gradients that wait for those of its weights.
     """
 
     kernels: tuple[Kernel, ...]
@@ -63,6 +64,7 @@ class KernelTrace:
     ops: tuple[int, ...]
     kept: tuple[int, ...]
     working: tuple[int, ...]
+    waiting: tuple[int, ...]
 
     @property
     def nbytes(self) -> Floats:
@@ -179,6 +181,7 @@ class TracedModel:
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
         fixed = fixed_bytes(self.few.kept, kept, FEW)
         working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))
+        waiting = bytes_per_sample(self.few.waiting, self.many.waiting, (FEW, MANY))
         costs = tuple(
             OpCost(
                 tuple(float(s[0, op]) for s in seconds),
@@ -187,6 +190,7 @@ class TracedModel:
                 working[op],
                 tuple(float(s[2, op]) for s in seconds if len(s) > 2),
                 fixed[op],
+                waiting[op],
             )
             for op in range(len(self.graph))
         )

@@ -37,6 +37,7 @@ from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import copied, with_attributes
+from anabranch.graph.weight_calls import waiting_bytes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
@@ -163,6 +164,7 @@ class _Bench:
         self.hooks = [0] * len(self.programs)
         self.kept: list[int] = []
         self.working: list[int] = []
+        self.waiting = [waiting_bytes(program) for program in self.programs]
 
     def count_bytes(self) -> None:
         """A step that counts what autograd keeps and what passes take besides; parameters have
@@ -300,6 +302,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str) -> Profile:
     kept = bytes_per_sample(first.kept, last.kept, counts)
     fixed = fixed_bytes(first.kept, kept, first.samples)
     working = bytes_per_sample(first.working, last.working, counts)
+    held = bytes_per_sample(first.waiting, last.waiting, counts)
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
         groups.setdefault(likeness(captured, step, first.batch), []).append(i)
@@ -312,7 +315,8 @@ def _profile(captured: Captured, benches: list[_Bench], device: str) -> Profile:
         elif not captured.graph.gradient_targets[alike[0]]:
             waiting = backward
         costs |= {
-            i: OpCost(forward, backward, kept[i], working[i], waiting, fixed[i]) for i in alike
+            i: OpCost(forward, backward, kept[i], working[i], waiting, fixed[i], held[i])
+            for i in alike
         }
     return Profile(
         captured.graph,

@@ -28,6 +28,8 @@ class OpCost:
             until those of its inputs are sent; empty where unknown, for which half is taken.
         kept_fixed_bytes: bytes that it keeps besides ``kept_bytes`` whatever the number of samples,
             such as casts of its weights under autocast.
+        waiting_bytes: bytes per sample of the gradients that wait for those of its weights, where a
+            backward is split.
     """
 
     forward_s: tuple[float, ...]
@@ -36,6 +38,7 @@ class OpCost:
     working_bytes: int = 0
     weight_s: tuple[float, ...] = ()
     kept_fixed_bytes: int = 0
+    waiting_bytes: int = 0
 
     @property
     def second_half_s(self) -> tuple[float, ...]:
@@ -138,11 +141,9 @@ class Profile:
             for seconds in (*cost.forward_s, *cost.backward_s):
                 if not (seconds >= 0 and math.isfinite(seconds)):
                     raise ValueError(f"operator {op.name} has a time of {seconds} s")
-            if min(cost.kept_bytes, cost.kept_fixed_bytes, cost.working_bytes) < 0:
-                raise ValueError(
-                    f"operator {op.name} keeps {cost.kept_bytes} and {cost.kept_fixed_bytes} bytes "
-                    f"and works with {cost.working_bytes}"
-                )
+            nbytes = cost.kept_bytes, cost.kept_fixed_bytes, cost.working_bytes, cost.waiting_bytes
+            if min(nbytes) < 0:
+                raise ValueError(f"operator {op.name} has bytes below zero: {nbytes}")
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:

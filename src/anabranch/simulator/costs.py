@@ -25,7 +25,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.remembered import remembered
 from anabranch.schedule.schedule import Kind, Order
 from anabranch.simulator.all_reduces import AllReduce, all_reduce_of
-from anabranch.simulator.stage_costs import StageCosts, stage_costs
+from anabranch.simulator.stage_costs import FlightBytes, StageCosts, stage_costs
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,6 @@ class Overheads:
     read_s: float = 0.0
     agreement_s: float = 0.0
     agreement_latency_s: float = 0.0
-
-
-def bytes_changed(kind: Kind, held: float, inside: float) -> tuple[float, float]:
-    """Bytes that a pass takes when it starts and releases when it ends; arguments as
-    ``StepCosts.flight_bytes`` gives them. A backward ends with the gradients of weights.
-    """
-    taken = held if kind is Kind.FORWARD else inside * (kind is not Kind.WEIGHT_GRADIENT)
-    return taken, (inside + held) * kind.ends_backward
 
 
 class StepCosts(Protocol):
@@ -122,9 +114,9 @@ class StepCosts(Protocol):
         """
         return 0.0, 0.0
 
-    def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """Memory from a forward to the end of its backward, and on top during the backward."""
-        return 0.0, 0.0
+    def flight_bytes(self, stage: int, samples: int) -> FlightBytes:
+        """Memory of a micro-batch."""
+        return FlightBytes(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -255,25 +247,34 @@ class ModelCosts(StepCosts):
         held = self.held(stage, sorted(self.graph.stages[stage].devices).index(device))
         return float(held.resident), float(held.sums)
 
+    def _most(self, stage: int) -> int:
+        """Samples of a micro-batch on the fullest replica."""
+        return max(self.graph.slice_sizes(stage))
+
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
         """Bytes of a replica of a stage, or of the fullest."""
         return self._stages[stage].held(self.versions[stage] if self.versions else 1, replica)
 
-    def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
+    def flight_bytes(self, stage: int, samples: int) -> FlightBytes:
         return self._stages[stage].flight_bytes(samples)
 
-    def peak_bytes(self, in_flight: Iterable[int], *, waiting: bool = False) -> float:
+    def peak_bytes(
+        self, in_flight: Iterable[int], *, split: bool = False, waiting: bool = False
+    ) -> float:
         """Return the peak of the fullest device with so many micro-batches in flight; stages of one
         device are taken to be at their peaks together.
 
         Args:
+            split: backwards are in two halves.
             waiting: gradients of weights of all of them wait, which is the most that a list
                 schedule may hold.
         """
         peaks = list[float]()
         for s, count in enumerate(in_flight):
-            held = self.held(s)
-            peaks.append(float(held.peak(count) + waiting * (count - 1) * held.backward))
+            nbytes = self.flight_bytes(s, self._most(s))
+            more = nbytes.first_half - nbytes.backward if split else 0.0
+            more += (count - 1) * nbytes.waiting * waiting
+            peaks.append(float(self.held(s).peak(count)) + more)
         return max(sum(peaks[s] for s in stages) for stages in self.graph.stages_of.values())
 
     def peak_along(self, order: Order) -> float:
@@ -283,10 +284,9 @@ class ModelCosts(StepCosts):
         resident = 0.0
         changes = np.zeros((1 + max(order.stages, default=0), len(Kind), 2))
         for s in order.stages:
-            held = self.held(s)
-            resident += float(held.resident)
+            resident += float(self.held(s).resident)
             for kind in Kind:
-                taken, released = bytes_changed(kind, float(held.flight), float(held.backward))
+                taken, released = self.flight_bytes(s, self._most(s)).change(kind)
                 changes[s, kind.number] = taken, -released
         stages, kinds, _ = order.columns
         return float(np.cumsum([resident, *changes[stages, kinds].flat]).max())
@@ -308,7 +308,7 @@ class ModelCosts(StepCosts):
 def with_lengths(costs: ModelCosts) -> StageGraph:
     """Return the stages with the lengths by which lists are scheduled, in units of the slowest."""
     graph, stages = costs.graph, list[Stage]()
-    slices = [max(graph.slice_sizes(s)) for s in range(len(graph))]
+    slices = [costs._most(s) for s in range(len(graph))]
     seconds = [costs.compute_s(s, samples) for s, samples in enumerate(slices)]
     sizes = [stage.microbatch_size for stage in graph.stages]
     slowest_s = max(sum(pair) / size for pair, size in zip(seconds, sizes, strict=True)) or 1.0

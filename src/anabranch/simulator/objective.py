@@ -242,8 +242,9 @@ def peak_bytes(costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
     quicker to tell.
     """
     in_flight = [stage.in_flight for stage in graph.stages]
-    peak = costs.peak_bytes(in_flight, waiting=schedule in LISTS)
-    if schedule not in LISTS or peak <= costs.cost.cluster.memory_bytes:
+    is_list = schedule in LISTS
+    peak = costs.peak_bytes(in_flight, split=schedule in SPLIT_BACKWARDS, waiting=is_list)
+    if not is_list or peak <= costs.cost.cluster.memory_bytes:
         return peak
     orders = {id(order): order for order in compute_order(graph, schedule).orders.values()}
     return max(costs.peak_bytes(in_flight), *map(costs.peak_along, orders.values()))

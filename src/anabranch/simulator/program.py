@@ -23,7 +23,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.remembered import remembered
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.all_reduces import AllReduce
-from anabranch.simulator.costs import StepCosts, bytes_changed
+from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role
 from anabranch.simulator.messages import (
     COMPUTE,
@@ -152,7 +152,7 @@ class ComputeUnits:
     @remembered
     def _priced(self, stage: int, kind: Kind, samples: int, is_last: bool) -> int:
         seconds = self._costs.pass_s(stage, kind, samples)
-        before, after = bytes_changed(kind, *self._costs.flight_bytes(stage, samples))
+        before, after = self._costs.flight_bytes(stage, samples).change(kind)
         if not is_last:
             return self.number(ComputeUnit(stage, seconds, before, after))
         seconds += self._summing_s[stage]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,33 @@ from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.plans.stages import Stage
 from anabranch.remembered import remembered
+from anabranch.schedule.schedule import Kind
+
+
+class FlightBytes(NamedTuple):
+    """Bytes of a micro-batch in a stage.
+
+    Attributes:
+        held: from its forward to the end of its backward.
+        backward: on top during a backward.
+        first_half: on top during the first half of one.
+        waiting: on top from there to the end of the second half.
+    """
+
+    held: float
+    backward: float
+    first_half: float
+    waiting: float
+
+    def change(self, kind: Kind) -> tuple[float, float]:
+        """Bytes that a pass takes when it starts and releases when it ends."""
+        if kind is Kind.FORWARD:
+            return self.held, 0.0
+        if kind is Kind.BACKWARD:
+            return self.backward, self.backward + self.held
+        if kind is Kind.INPUT_GRADIENT:
+            return self.first_half, self.first_half - self.waiting
+        return 0.0, self.waiting + self.held
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,12 +173,18 @@ class StageCosts:
         )
 
     @remembered
-    def flight_bytes(self, samples: int) -> tuple[float, float]:
-        """Bytes from a forward to the end of its backward, and on top during the backward: what
-        entered and what the operators keep, if recomputed only during the backward.
+    def flight_bytes(self, samples: int) -> FlightBytes:
+        """Bytes of a micro-batch: what entered and what the operators keep, if recomputed only
+        during the backward.
         """
-        held = self.cost.memory(self.weights, samples, 1, recompute=self.stage.recompute)
-        return float(held.flight), float(held.backward)
+        weights, recompute = self.weights, self.stage.recompute
+        held = self.cost.memory(weights, samples, 1, recompute=recompute)
+        again = (weights.kept * samples + weights.kept_fixed) * recompute
+        passes, waiting = self.cost.split_passes(self.mask)
+        first = again + passes.at(samples)
+        return FlightBytes(
+            *map(float, (held.flight, held.backward, first, again + waiting * samples))
+        )
 
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:

@@ -96,7 +96,7 @@ def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2"])
 def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     """Two stages, Adam; the step trains as it would have."""
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     activation = 4 * 256 * 32 * 4
     for measured, said in zip(peaks, plan.predicted.device_peak_bytes, strict=True):
         assert said > 10 * activation
-        assert said - 2 * activation <= measured <= said + 4 * KB
+        assert said - 2 * activation - 4 * KB <= measured <= said + 4 * KB
 
 
 @pytest.mark.dist

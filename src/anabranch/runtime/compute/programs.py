@@ -90,9 +90,7 @@ class StagePrograms:
         module = program.module if rewritten is None else rewritten
         notes = None
         if split and self.options.backend is None:
-            placeholders = program.module.graph.find_nodes(op="placeholder")
-            entering = zip(program.inputs, placeholders, strict=False)
-            module, notes = with_notes(module, {node.name for port, node in entering if port.grad})
+            module, notes = with_notes(module, program.ways_back)
         drawn = rewritten is None and is_random(program.module)
         if self.options.backend is None or self.options.is_replayed:
             call = fast_call(module)

@@ -12,9 +12,6 @@ a call that reads weights is kept, and later goes through that call alone, towar
 Both halves run the same kernels on the same numbers in the same order of micro-batches, so
 gradients are bitwise those of a whole backward. (Zero Bubble Pipeline Parallelism, Qi et al., 2024,
 section 2, writes the halves of each operator by hand.)
-
-Deferred are parameters that one call reads alone, perhaps behind a transpose. A parameter with
-several uses belongs to the first half: autograd adds up its uses in one order.
 """
 
 from __future__ import annotations
@@ -22,11 +19,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, Node
+
+from anabranch.graph.weight_calls import calls_with_weights
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -106,7 +104,7 @@ def with_notes(
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(module.graph, copies))
     noting, notes = fx.GraphModule(module, graph), WeightNotes()
-    for number, (node, parameters) in enumerate(_calls_with_weights(module, inputs).items()):
+    for number, (node, parameters) in enumerate(calls_with_weights(module, inputs).items()):
         name = f"_notes.{number}"
         noting.add_submodule(name, _Note(notes, parameters))
         with graph.inserting_after(copies[node]):
@@ -115,30 +113,3 @@ def with_notes(
         notes.parameters.update(parameters)
     noting.recompile()
     return noting, notes
-
-
-def _calls_with_weights(
-    module: fx.GraphModule, inputs: Collection[str]
-) -> dict[fx.Node, tuple[nn.Parameter, ...]]:
-    """Return calls behind the inputs of a stage, with the parameters that each alone reads."""
-    behind = {
-        node for node in module.graph.nodes if node.op == "placeholder" and node.name in inputs
-    }
-    alone: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
-    calls: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
-    for node in module.graph.nodes:
-        sources = node.all_input_nodes
-        read = tuple(parameter for source in sources for parameter in alone.get(source, ()))
-        if node.op == "get_attr":
-            value = attrgetter(str(node.target))(module)
-            if not isinstance(value, nn.Parameter):
-                alone[node] = ()
-            elif len(node.users) == 1:
-                alone[node] = (value,)
-        elif node.op == "call_function" and behind.intersection(sources):
-            behind.add(node)
-            if read and isinstance(node.meta.get("val"), Tensor):
-                calls[node] = read
-        elif node.op == "call_function" and len(node.users) == 1 and alone.keys() >= set(sources):
-            alone[node] = read  # such as the transpose of a weight
-    return calls

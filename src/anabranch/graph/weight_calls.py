@@ -1,0 +1,47 @@
+"""Calls whose gradients of weights can wait until gradients of a stage's inputs are sent.
+
+Parameters can wait that one call reads alone, perhaps behind a transpose. One with several uses
+cannot: autograd adds up its uses in one order. What waits holds the gradients of the call's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import attrgetter
+
+from torch import Tensor, fx, nn
+
+from anabranch.graph.split import StageProgram
+
+
+def waiting_bytes(program: StageProgram) -> int:
+    """Bytes of the gradients that are held until those of the weights are computed."""
+    calls = calls_with_weights(program.module, program.ways_back)
+    return sum(node.meta["val"].nbytes for node in calls)
+
+
+def calls_with_weights(
+    module: fx.GraphModule, inputs: Collection[str]
+) -> dict[fx.Node, tuple[nn.Parameter, ...]]:
+    """Return calls behind the inputs of a stage, with the parameters that each alone reads."""
+    behind = {
+        node for node in module.graph.nodes if node.op == "placeholder" and node.name in inputs
+    }
+    alone: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
+    calls: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
+    for node in module.graph.nodes:
+        sources = node.all_input_nodes
+        read = tuple(parameter for source in sources for parameter in alone.get(source, ()))
+        if node.op == "get_attr":
+            value = attrgetter(str(node.target))(module)
+            if not isinstance(value, nn.Parameter):
+                alone[node] = ()
+            elif len(node.users) == 1:
+                alone[node] = (value,)
+        elif node.op == "call_function" and behind.intersection(sources):
+            behind.add(node)
+            if read and isinstance(node.meta.get("val"), Tensor):
+                calls[node] = read
+        elif node.op == "call_function" and len(node.users) == 1 and alone.keys() >= set(sources):
+            alone[node] = read  # such as the transpose of a weight
+    return calls
