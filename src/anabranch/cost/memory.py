@@ -16,7 +16,7 @@
     update   temporaries of the optimizer, when nothing is in flight and all is summed: a share of
              what is updated, and of its largest parameter, as measured with the profile
     peak     fixed + in flight * flight     or, if that is more, with the sums or the update instead
-             of a backward
+             of a backward; where that is split, see ``simulator.stage_costs.FlightBytes``
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
 gradients, which lie in the buckets of their all-reduce. What enters is held until the backward;
