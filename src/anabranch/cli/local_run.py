@@ -91,7 +91,9 @@ def train_job(
         assert fewer is not None
         survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
-    compared = ", and comparing gradients with one process" * training.check_gradients
+    compared = ", and comparing gradients with one process" * (
+        training.check_gradients and training.steps != 0
+    )
     announce(f"starting {devices} rank{'s' * (devices > 1)}{compared}")
     try:
         run = launch.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def train(
     save_every: SaveEvery | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callback] = (),
+    on_trained: Callable[[Run], None] | None = None,
     looks: Looks | None = None,
     **options: Any,
 ) -> Run:
@@ -49,7 +50,8 @@ def train(
     every rank: what was learned is saved, but evaluated only if ``evaluate_every`` says so.
 
     Args:
-        steps: steps to do; by default as many as ``epochs`` have.
+        steps: steps to do; by default as many as ``epochs`` have. With 0 the held-out data is
+            evaluated, and nothing is trained.
         epochs: passes through the data in all; by default as many as ``steps`` need.
         resume: a checkpoint to go on from, or the folder of a run, whose newest it is.
         weights: what ``Pipeline.from_weights`` takes, to begin with.
@@ -59,6 +61,8 @@ def train(
         evaluate_every: steps between evaluations of the held-out data during training; by default
             it is evaluated at the end alone.
         callbacks: called with every event (``training.events``), on the first rank alone.
+        on_trained: called on the first rank with the run behind its last step, before the last
+            checkpoint and evaluation, which may fail.
         looks: whether devices and links are looked at meanwhile; by default they are not.
         options: of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``: with these
             the state is copied every so many steps, and where there is a copy training goes on from
@@ -71,7 +75,7 @@ def train(
         AnabranchError: see ``Pipeline``.
         TrainingError: if ``save`` exists, or a checkpoint cannot be written, or the one to resume
             from has all epochs already, or a callback raised.
-        DataError: if ``evaluate_every`` is given and there is no held-out data.
+        DataError: if ``evaluate_every`` is given, or ``steps`` is 0, and there is no held-out data.
         ValueError: if neither steps nor epochs are given, or ``evaluate_every`` is less than 1.
     """
     course = Course(
@@ -86,6 +90,7 @@ def train(
         save_every=save_every,
         evaluate_every=evaluate_every,
         callbacks=callbacks,
+        on_trained=on_trained,
         **options,
     )
     pipe, reporter = course.pipe, course.reporter
@@ -147,7 +152,7 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     seconds = [end - start for start, end in pairwise(full)]
     return course.finished(
         plan=plan,
-        step_s=tuple(seconds) or ((before - begun) / len(reporter.losses),),
+        step_s=tuple(seconds) or tuple((before - begun) / len(full) for _ in full[:1]),
         period_s=sum(seconds[1:]) / len(seconds[1:]) if len(seconds) > 1 else 0.0,
         ideal_step_s=0.0,
         policy=pipe.policy.name,

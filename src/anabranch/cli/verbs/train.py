@@ -19,7 +19,14 @@ from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
 from anabranch.cli.progress import announce
-from anabranch.cli.run_results import how_to_go_on, keep_run, say_run, say_stopped, say_stopping
+from anabranch.cli.run_results import (
+    how_to_go_on,
+    keep_run,
+    keeping,
+    say_run,
+    say_stopped,
+    say_stopping,
+)
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
@@ -146,6 +153,7 @@ def train(
 
     def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
+        on_trained(None)  # of an earlier attempt
         left = job.devices_left()
         is_again = restarts.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
@@ -158,24 +166,29 @@ def train(
             predicted_s=predicted_s(),
             on_interrupt=say_stopping,
             compute=options,
+            on_trained=on_trained,
             **special,
         )
 
+    def keep(result: Run) -> tuple[Run, Path]:
+        from anabranch.record import new_folder
+
+        if result.plan_changes:
+            job.plan = result.plan
+        plan = result.plan if result.plan_changes else shown
+        folder = run or new_folder(model.model, began)
+        # Counts in flight of replicas in turn are none of a plan.
+        return keep_run(job, result, folder, None if result.round_robin else plan), folder
+
     try:
-        result, training = restarts.train_with_restarts(attempt, training, note)
+        with keeping(keep) as on_trained:
+            result, training = restarts.train_with_restarts(attempt, training, note)
     except KeyboardInterrupt:
         say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None
-    if result.plan_changes:
-        job.plan = shown = result.plan
     if is_first:
-        # Counts in flight of replicas in turn are none of a plan.
-        from anabranch.record import new_folder
-
-        kept = run or new_folder(model.model, began)
-        result = keep_run(job, result, kept, plan=None if result.round_robin else shown)
         ended = how_to_go_on(result, training, run) if result.interrupted else ""
-        say_run(result, kept, ended, as_json=as_json)
+        say_run(*keep(result), ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
