@@ -72,7 +72,8 @@ def train(
     from the newest; --max-restarts 3 does that by itself where a rank fails. With --survive the
     other ranks live on, and a few steps are done again from copies in memory.
 
-    `anabranch train run.toml` has all of this from a file: `steps = 50`, `save-every = "10m"`.
+    `anabranch train run.toml` has all of this from a file: `steps = 50`, `save-every = "10m"`, and
+    keys that are no options, such as `keep` and `clip-stage-norm` (docs/command-line.md).
 
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
