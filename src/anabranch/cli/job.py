@@ -117,7 +117,7 @@ class Job:
         }
         profile = self.profile or self.measure(batch_size)
         begin_compiling(planner)  # not beside what is timed
-        announce(f"planning for {cluster.num_devices} devices")
+        announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}")
         best_plan = usage(
             plan,
             profile,

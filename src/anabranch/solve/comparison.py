@@ -21,11 +21,7 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
     "data-parallel": {"planner": "data-parallel", "max_replicas": None},
     "sequential": {"planner": "sequential", "max_replicas": None},
     "straight sequential": {"planner": "sequential", "max_replicas": 1},
-    "chain": {
-        "planner": "chain",
-        "planner_options": {"evaluations": 5_000},
-        "max_replicas": None,
-    },
+    "chain": {"planner": "chain", "max_replicas": None, "planner_options": {"evaluations": 5_000}},
 }
 """Name -> options of its search in place of the plan's. All but the straight pipeline may have
 replicas where the plan may not: with one stage the best chain is data parallelism. Planner chain

@@ -133,14 +133,21 @@ class Course(Generic[_Pipe]):
             SAVE_CLOCK.look()
         if not self.pipe.is_between_updates:
             return
-        total = self.reporter.total
-        # Behind the last step what was trained is saved before.
-        is_last = total is not None and self.pipe.step_number >= self._first_step + total
         is_due = self._is_crossed(self._evaluate_every, self._evaluated_at)
-        is_best = is_due and (INTERRUPT.agreed or not is_last) and self._evaluate()
+        # Behind the last step what was trained is saved before.
+        is_due &= INTERRUPT.agreed or not self._is_over
+        is_best = is_due and self._evaluate()
         if self._save_every is not None:
-            self._look_for_checkpoint(self._save_every, is_best=is_best)
+            is_due = self._is_crossed(self._save_every.steps, self._saved_at) or SAVE_CLOCK.is_due
+            if is_best or (is_due and self.pipe.step_number > self._saved_at):
+                self._begin(wait=False)
         self._look_for_copy()
+
+    @property
+    def _is_over(self) -> bool:
+        """True behind the last step, if that is known."""
+        total = self.reporter.total
+        return total is not None and self.pipe.step_number >= self._first_step + total
 
     def _look_for_copy(self) -> None:
         """Copy the state behind the first step, and when it is due; behind the last there is none,
@@ -150,20 +157,12 @@ class Course(Generic[_Pipe]):
         pipe, done = self.pipe, self.pipe.step_number
         if self._copies is None or not isinstance(pipe, Pipeline):
             return
-        first, total = self._first_step, self.reporter.total
         is_first = self._copied_at < 0
         is_due = is_first or done - self._copied_at >= self._copies.every
-        if is_due and done > first and (total is None or done < first + total):
+        if is_due and done > self._first_step and not self._is_over:
             # That of the first step counts at once, so the next one may come earlier.
-            self._copied_at = first if is_first else done
+            self._copied_at = self._first_step if is_first else done
             pipe.copy_state({"first_step": self._first_step}, self.reporter.noting())
-
-    def _look_for_checkpoint(self, save_every: SaveEvery, *, is_best: bool) -> None:
-        now = self.pipe.step_number
-        by_steps = self._is_crossed(save_every.steps, self._saved_at)
-        is_due = (by_steps or SAVE_CLOCK.is_due) and now > self._saved_at
-        if is_due or is_best:
-            self._begin(wait=False)
 
     def _is_crossed(self, every: int | None, before: int) -> bool:
         """True if a multiple of an interval lies between an earlier step and this one."""

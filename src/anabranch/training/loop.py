@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ def train(
     save_every: SaveEvery | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callback] = (),
-    on_trained: Callable[[Run], None] | None = None,
     looks: Looks | None = None,
     **options: Any,
 ) -> Run:
@@ -61,12 +60,11 @@ def train(
         evaluate_every: steps between evaluations of the held-out data during training; by default
             it is evaluated at the end alone.
         callbacks: called with every event (``training.events``), on the first rank alone.
-        on_trained: called on the first rank with the run behind its last step, before the last
-            checkpoint and evaluation, which may fail.
         looks: whether devices and links are looked at meanwhile; by default they are not.
         options: of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``: with these
             the state is copied every so many steps, and where there is a copy training goes on from
-            it as if nothing had happened since.
+            it as if nothing had happened since. Further ``on_trained``, called on the first rank
+            with the run behind its last step, before what may fail: checkpoint and evaluation.
 
     Returns:
         What happened, the same on every rank.
@@ -90,7 +88,6 @@ def train(
         save_every=save_every,
         evaluate_every=evaluate_every,
         callbacks=callbacks,
-        on_trained=on_trained,
         **options,
     )
     pipe, reporter = course.pipe, course.reporter

@@ -12,21 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli import restarts, training_settings
+from anabranch.cli import restarts, run_results, training_settings
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
 from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
 from anabranch.cli.progress import announce
-from anabranch.cli.run_results import (
-    how_to_go_on,
-    keep_run,
-    keeping,
-    say_run,
-    say_stopped,
-    say_stopping,
-)
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
@@ -165,7 +157,7 @@ def train(
             fewer=partial(plan_fewer, asked),
             is_async=is_async,
             predicted_s=predicted_s(),
-            on_interrupt=say_stopping,
+            on_interrupt=run_results.say_stopping,
             compute=options,
             on_trained=on_trained,
             **special,
@@ -174,22 +166,22 @@ def train(
     def keep(result: Run) -> tuple[Run, Path]:
         from anabranch.record import new_folder
 
+        folder, plan = run or new_folder(model.model, began), shown
         if result.plan_changes:
-            job.plan = result.plan
-        plan = result.plan if result.plan_changes else shown
-        folder = run or new_folder(model.model, began)
+            job.plan = plan = result.plan
         # Counts in flight of replicas in turn are none of a plan.
-        return keep_run(job, result, folder, None if result.round_robin else plan), folder
+        kept = None if result.round_robin else plan
+        return run_results.keep_run(job, result, folder, kept), folder
 
     try:
-        with keeping(keep) as on_trained:
+        with run_results.keeping(keep) as on_trained:
             result, training = restarts.train_with_restarts(attempt, training, note)
     except KeyboardInterrupt:
-        say_stopped(training.save)
+        run_results.say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None
     if is_first:
-        ended = how_to_go_on(result, training, run) if result.interrupted else ""
-        say_run(*keep(result), ended, as_json=as_json)
+        ended = run_results.how_to_go_on(result, training, run) if result.interrupted else ""
+        run_results.say_run(*keep(result), ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
