@@ -53,9 +53,10 @@ def keeping(keep: Callable[[Run], tuple[Run, Path]]) -> Iterator[Callable[[Run |
     with TemporaryFile() as file:  # which local ranks inherit
 
         def note_trained(run: Run | None) -> None:
-            file.seek(0)
-            pickle.dump(run, file)
-            file.flush()
+            with suppress(OSError):  # a checkpoint is still to be written
+                file.seek(0)
+                pickle.dump(run, file)
+                file.flush()
 
         try:
             yield note_trained
