@@ -71,8 +71,7 @@ def write_comparison(
     if shown.mode == "sync":
         # Beside itself a plan gains nothing.
         step_s = {c.planner: plans[c].figures.step_s for c in others}
-        names = "chain", "sequential", "data-parallel"  # with one stage
-        chains = [step_s[name] for name in names if name in step_s]
+        chains = [step_s[name] for name in ("chain", "sequential") if name in step_s]
         figures = replace(
             shown.figures,
             data_parallel_s=step_s.get("data-parallel"),
