@@ -36,7 +36,8 @@ def test_a_log_has_no_empty_lines_of_bars(capsys):
     """A bar is for terminals: elsewhere a line says what takes long."""
     with progress_bar("measuring") as progress:
         progress(1, 2)
-    assert capsys.readouterr().err == "measuring ...\n"
+        progress(2, 2, "comparing")
+    assert capsys.readouterr().err == "measuring ...\ncomparing ...\n"
 
 
 def test_progress_before_any_time_is_known(capsys):

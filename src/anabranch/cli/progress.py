@@ -27,7 +27,7 @@ _LEAST_BAR, _MOST_BAR = 8, 40
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Yields ``progress(done, total, title)``, the title only where it changes.
 
-    Drawn on standard error; where that is no terminal, the title is a line.
+    Drawn on standard error; where that is no terminal, each title is a line.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -37,9 +37,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         announce(title)
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total, title=None: bar.update(
-            task, completed=done, total=total, description=title
-        )
+
+        def progress(done: int, total: int, title: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=title)
+            if hidden and title is not None:
+                announce(title)
+
+        yield progress
 
 
 def announce(what: str) -> None:

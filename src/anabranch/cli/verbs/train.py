@@ -126,12 +126,11 @@ def train(
         before = job.plan.stage_graph
         fewer = replace(local, plan_file=None, devices=left, batch_size=before.batch_size)
         # What a plan file has decided stays.
-        flush_as_before = replace(flush, mode="async" if is_async else "sync")
-        compute_as_before = compute
-        if local.plan_file is not None:
-            flush_as_before = replace(flush_as_before, policy=flush.policy or shown.policy or None)
-        if compute.sparse_embeddings is None:
-            compute_as_before = replace(compute, sparse_embeddings=job.plan.sparse_embeddings)
+        named = flush.policy or (shown.policy or None if local.plan_file is not None else None)
+        flush_as_before = replace(flush, mode="async" if is_async else "sync", policy=named)
+        rows = compute.sparse_embeddings
+        rows = job.plan.sparse_embeddings if rows is None else rows
+        compute_as_before = replace(compute, sparse_embeddings=rows)
         job.plan, job.is_by_file = None, False
         shown, policy = _plan(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
