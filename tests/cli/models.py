@@ -93,6 +93,11 @@ def with_failing_data() -> Workload:
     return Workload(Towers(4), next(batches(4, 0)), data=failing)
 
 
+def with_failing_evaluation() -> Workload:
+    """One whose held-out data raises."""
+    return replace(towers(), eval_data=lambda batch_size: failing(batch_size, 1))
+
+
 def clipped() -> Workload:
     """One that clips the norm over all stages."""
     return replace(towers(), clip_norm=1.0)

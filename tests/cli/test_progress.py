@@ -12,7 +12,7 @@ import termios
 import pytest
 
 from anabranch.cli.progress import TrainingProgress, progress_bar
-from anabranch.training import LookEvent, PlanEvent, StepEvent
+from anabranch.training import EvaluationEvent, LookEvent, PlanEvent, StepEvent
 
 
 def shown(capsys, seconds: list[float], *, is_async: bool) -> str:
@@ -36,7 +36,8 @@ def test_a_log_has_no_empty_lines_of_bars(capsys):
     """A bar is for terminals: elsewhere a line says what takes long."""
     with progress_bar("measuring") as progress:
         progress(1, 2)
-    assert capsys.readouterr().err == "measuring ...\n"
+        progress(2, 2, "comparing")
+    assert capsys.readouterr().err == "measuring ...\ncomparing ...\n"
 
 
 def test_progress_before_any_time_is_known(capsys):
@@ -59,6 +60,13 @@ def test_metrics_are_means_over_the_steps_of_the_loss(capsys):
         progress(StepEvent(step, step, 12, 0, float(step), metrics, 1.0, 8))
     said = "loss 7.5000, half 3.750, rest 3.750, 8 samples/s, step 1000.00 ms"
     assert capsys.readouterr().err.strip().endswith(said)
+
+
+def test_an_evaluation_has_a_line(capsys):
+    """Whoever asks for evaluations during training sees them then."""
+    TrainingProgress(0.5)(EvaluationEvent(4, {"loss": 1.5, "error": 0.25}, 2.0, is_best=True))
+    line = "step 4, held out: loss 1.5000, error 0.2500, the best so far\n"
+    assert capsys.readouterr().err == line
 
 
 def test_what_is_slow_and_another_plan_are_in_the_line(capsys):

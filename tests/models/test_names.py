@@ -136,6 +136,7 @@ def test_what_reads_its_parameters_has_them_until_then():
         ("nowhere:workload", {}, "no module nowhere for nowhere:workload; .*looked for in"),
         ("theirs:nothing", {}, "theirs has no nothing; its functions are workload, named"),
         ("theirs:SIZE", {}, "theirs:SIZE is an int, not a function"),
+        ("theirs:Net", {}, "theirs:Net is a class, not a function of yours"),
         ("theirs:returns_the_module", {}, "returned a Net, not an anabranch.Workload; end it with"),
         ("theirs:demanding", {}, "needs path; write -o path=VALUE"),
         ("theirs:workload", {"depth": "2"}, "has no argument depth; it has width"),

@@ -24,11 +24,12 @@ def held_out(batch_size: int) -> Iterator[dict[str, object]]:
 
 
 def events_of(
-    is_async: bool, steps: int, replicas: tuple[int, ...] | None = None, **options: Any
+    is_async: bool, steps: int | None, replicas: tuple[int, ...] | None = None, **options: Any
 ) -> tuple[tuple[float, ...], list[Event]]:
     """Losses and events of a run of two stages, and that other ranks are told nothing."""
     model = with_programs(built("TwoBranch"), 1, 2, 4, 6, 10, 16, evaluation=True)
-    workload = with_options(model, data=data, eval_data=held_out, optimizer=sgd)
+    given = {"data": options.pop("data", data), "eval_data": held_out, "optimizer": sgd}
+    workload = with_options(model, **given)
     chosen = plan(model, 2, microbatch_size=16 if is_async else 4, replicas=replicas)
     options |= {"policy": "stash"} if is_async else {}
     (run, told), *others = runs(model, chosen, workload, steps=steps, **options)
@@ -62,10 +63,14 @@ def test_evaluations_follow_the_loss_of_their_step_and_change_nothing(
 
 
 @pytest.mark.dist
-def test_an_evaluation_at_the_last_step_of_the_data_is_not_made_twice():
-    """Five batches of one epoch, evaluated each: the last one when the data ends."""
-    _, seen = events_of(False, 5, evaluate_every=1)
-    assert [event.step for event in seen if event.name == "evaluation"] == [1, 2, 3, 4, 5]
+def test_an_evaluation_at_the_last_step_of_the_data_is_made_once_behind_the_checkpoint(tmp_path):
+    """Two batches of one epoch, evaluated each: the last one may fail, and loses nothing."""
+    whole = batch(32, 0)
+    samples = [{name: tensor[i] for name, tensor in whole.items()} for i in range(32)]
+    options = {"epochs": 1, "evaluate_every": 1, "save": tmp_path / "saved"}
+    _, seen = events_of(False, None, data=samples, **options)
+    told = [f"{event.name} {event.step}" for event in seen if event.name != "step"]
+    assert told == ["evaluation 1", "checkpoint 2", "evaluation 2", "end 2"]
 
 
 @pytest.mark.dist
@@ -128,6 +133,8 @@ def test_intervals_are_more_than_nothing(field: str):
 def test_evaluations_need_held_out_data():
     """And an interval of at least one step."""
     workload = with_options(built("Chain"))
+    with pytest.raises(DataError, match="without a step"):
+        require_evaluation(workload, None, 0)
     with pytest.raises(DataError, match="every 5 steps, but the workload has none"):
         require_evaluation(workload, 5)
     with pytest.raises(ValueError, match="counts steps, from 1"):

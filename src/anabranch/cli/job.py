@@ -94,30 +94,25 @@ class Job:
         self,
         local: LocalPlanSettings,
         *,
-        max_replicas: int | None,
         planner: str = "auto",
         own_cores: bool = False,
         mode: str = "sync",
         policy: str = "",
-        shard_optimizer: bool | None = None,
-        sparse_embeddings: bool = False,
+        **options: Any,
     ) -> Plan:
-        """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
+        """Plan for local ranks; ``own_cores`` as if each had a core of its own, and ``options``
+        such as ``max_replicas`` as of ``solve.plan``.
+        """
         from anabranch.runtime.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
         batch_size = self.batch_size(local)
         cluster = self.cluster(local.num_devices)
-        self.search_options = {
-            "microbatch_size": local.microbatch_size,
-            "schedule": local.schedule,
-            "max_replicas": max_replicas,
-            "shard_optimizer": shard_optimizer,
-            "sparse_embeddings": sparse_embeddings,
-        }
+        planned = {"microbatch_size": local.microbatch_size, "schedule": local.schedule}
+        self.search_options = {**planned, **options}
         profile = self.profile or self.measure(batch_size)
         begin_compiling(planner)  # not beside what is timed
-        announce(f"planning for {cluster.num_devices} devices")
+        announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}")
         best_plan = usage(
             plan,
             profile,

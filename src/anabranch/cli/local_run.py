@@ -49,6 +49,7 @@ def train_job(
     timeout_s = training.timeout or default_timeout_s(predicted_s)
     # What the user says holds for first steps as well, unless they compile.
     patience_s = None if options.get("compute", PLAIN).backend else training.timeout
+    same = "epochs resume weights save check_gradients check_batches evaluate_every"
     assert plan is not None
     # Once here rather than in every rank: forked ranks inherit it.
     prepare(job.captured, plan.stage_graph, job.workload)
@@ -63,16 +64,10 @@ def train_job(
         return (train_async if is_async else train)(
             job.workload,
             plan,
+            **{name: getattr(training, name) for name in same.split()},
             steps=training.last_step,
-            epochs=training.epochs,
             captured=job.captured,
-            resume=training.resume,
-            weights=training.weights,
-            save=training.save,
             save_every=saves,
-            check_gradients=training.check_gradients,
-            check_batches=training.check_batches,
-            evaluate_every=training.evaluate_every,
             callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
             device=job.device,
             # Who watches is sooner.
@@ -91,7 +86,9 @@ def train_job(
         assert fewer is not None
         survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
-    compared = ", and comparing gradients with one process" * training.check_gradients
+    compared = ", and comparing gradients with one process" * (
+        training.check_gradients and training.steps != 0
+    )
     announce(f"starting {devices} rank{'s' * (devices > 1)}{compared}")
     try:
         run = launch.run(

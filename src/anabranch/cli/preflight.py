@@ -119,7 +119,7 @@ def require_trainable(
             )
     resume, saves = training.resume, training.saves()
     require_place(training.save, resume, is_series=saves is not None)
-    require_evaluation(workload, training.evaluate_every)
+    require_evaluation(workload, training.evaluate_every, training.steps)
     training.loggers()
     if (optimizer := stand_in(workload)) is not None:
         with warnings.catch_warnings():

@@ -27,7 +27,7 @@ _LEAST_BAR, _MOST_BAR = 8, 40
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Yields ``progress(done, total, title)``, the title only where it changes.
 
-    Drawn on standard error; where that is no terminal, the title is a line.
+    Drawn on standard error; where that is no terminal, each title is a line.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -37,9 +37,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         announce(title)
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total, title=None: bar.update(
-            task, completed=done, total=total, description=title
-        )
+
+        def progress(done: int, total: int, title: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=title)
+            if hidden and title is not None:
+                announce(title)
+
+        yield progress
 
 
 def announce(what: str) -> None:
@@ -104,8 +108,8 @@ class TrainingProgress:
     A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
     ten seconds. Loss and metrics are means over the last ten, the time of a mini-batch without a
     flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
-    nothing. What was slow at the last look is named. Steps are counted on from those that were
-    done before the run was resumed, or started again.
+    nothing. What was slow at the last look is named, and each evaluation has a line. Steps are
+    counted on from those that were done before the run was resumed, or started again.
     """
 
     def __init__(self, predicted_step_s: float, *, is_async: bool = False) -> None:
@@ -118,13 +122,18 @@ class TrainingProgress:
 
     def __call__(self, event: Event) -> None:
         """Note one step, and show it if it is time."""
-        from anabranch.training.events import LookEvent, PlanEvent, StepEvent
+        from anabranch.training.events import EvaluationEvent, LookEvent, PlanEvent, StepEvent
 
         terminal = sys.stderr.isatty()
         if isinstance(event, LookEvent):
             slow, self._slow = self._slow, event.slow[0] if event.slow else ""
             if terminal and self._slow not in ("", slow):
                 sys.stderr.write(f"{_CLEAR}{self._slow}\n")
+        if isinstance(event, EvaluationEvent):
+            means = ", ".join(f"{name} {mean:.4f}" for name, mean in event.metrics.items())
+            best = ", the best so far" * event.is_best
+            what = "mini-batch" if self._is_async else "step"
+            sys.stderr.write(f"{_CLEAR * terminal}{what} {event.step}, held out: {means}{best}\n")
         if isinstance(event, PlanEvent):
             self._predicted_s, self._slow = event.predicted_s or 0.0, ""
             self._seconds.clear()

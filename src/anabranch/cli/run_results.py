@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import typer
@@ -38,6 +41,32 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
             run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
     save_run(run, folder)
     return run
+
+
+@contextmanager
+def keeping(keep: Callable[[Run], tuple[Run, Path]]) -> Iterator[Callable[[Run | None], None]]:
+    """Yield a function for a rank to call behind its last step; a run that fails then is kept.
+
+    Args:
+        keep: writes a run into the folder that it returns.
+    """
+    with TemporaryFile() as file:  # which local ranks inherit
+
+        def note_trained(run: Run | None) -> None:
+            with suppress(OSError):  # a checkpoint is still to be written
+                file.seek(0)
+                pickle.dump(run, file)
+                file.flush()
+
+        try:
+            yield note_trained
+        except BaseException as error:
+            file.seek(0)
+            with suppress(EOFError, OSError, pickle.UnpicklingError):
+                if (run := pickle.load(file)) is not None:
+                    _, folder = keep(replace(run, failure=str(error) or "ended by Ctrl-C"))
+                    note(f"all steps were made: {folder} has their figures, and this failure")
+            raise
 
 
 def foreseen(job: Job, plan: Plan) -> tuple[Plan, Timeline]:
@@ -80,7 +109,7 @@ def say_stopping() -> None:
 
 def say_stopped(save: Path | None) -> None:
     """After the second Ctrl-C: what is there."""
-    there = "nothing is kept"
+    there = "there is no checkpoint"
     if save is not None and save.exists():
         from anabranch.checkpoint import newest
 

@@ -81,8 +81,9 @@ class TrainingSettings:
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Steps to do, with --resume further ones [default: 100, or what --epochs has].",
+            min=0,
+            help="Steps to do, with --resume further ones; 0 evaluates the held-out data alone "
+            "[default: 100, or what --epochs has].",
         ),
     ] = None
     epochs: Annotated[
@@ -244,13 +245,15 @@ class TrainingSettings:
     @property
     def last_step(self) -> int | None:
         """Steps to do; None where the epochs decide."""
-        return self.steps or (None if self.epochs else 100)
+        return self.steps if self.steps is not None or self.epochs else 100
 
     @property
     def length(self) -> str:
         """Text of the steps and epochs that are still to be done."""
         steps, epochs = self.last_step or 0, self.epochs or 0
         more = " more" * (self.resume is not None)
+        if self.steps == 0:
+            return "for an evaluation without a step"
         ends = [f"for {steps:,}{more} step{'s' * (steps > 1)}"] * bool(steps)
         ends += [f"until {epochs:,} epoch{'s are' if epochs > 1 else ' is'} done"] * bool(epochs)
         return " or ".join(ends)

@@ -129,11 +129,10 @@ def _find_function(text: str) -> Callable[..., object]:
             )
         function = getattr(function, name)
     if not callable(function) or not _may_make_workload(function):
-        kind = with_article(type(function).__name__)
+        kind = with_article(type(function).__name__) + " of Python itself" * callable(function)
         raise ValueError(
-            f"{text} is {f'{kind} of Python itself' if callable(function) else kind}, not a "
-            "function of yours; write a function without required arguments that returns an "
-            "anabranch.Workload"
+            f"{text} is {'a class' if inspect.isclass(function) else kind}, not a function of "
+            "yours; write a function without required arguments that returns an anabranch.Workload"
         )
     return function
 

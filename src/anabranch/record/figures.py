@@ -29,7 +29,9 @@ PHASES = {
 
 
 def told(document: Document) -> list[Figure]:
-    """The figures of a run, the most important ones first."""
+    """The figures of a run, the most important ones first; without a step, of its evaluation."""
+    if not document["samples_per_s"]:
+        return [*_learned(document)]
     if document.get("mode") == "async":
         return [*_learned(document), *_without_flush(document)]
     return [*_learned(document), *_of_steps(document)]
@@ -40,15 +42,19 @@ def beside(document: Document, name: str, other: Document) -> list[ReportTable]:
     here, there = ({f.name: f.value for f in told(run)} for run in (document, other))
     rows = [(what, here.get(what, ""), there.get(what, "")) for what in here | there]
     rate, their_rate = document["samples_per_s"], other["samples_per_s"]
-    gain = rate / their_rate if their_rate else 0.0
-    said = f"This run has {gain:.2f}x the samples per second of {name}, whose curves are orange."
+    said = f"The curves of {name} are orange."
+    if rate and their_rate:
+        said = f"This run has {rate / their_rate:.2f}x the samples per second of {name}. {said}"
     return [ReportTable(f"Beside {name}", ("", "this run", name), rows, said)]
 
 
 def _learned(document: Document) -> Iterator[Figure]:
     losses, metrics = document["losses"], document["metrics"]
+    if failure := document.get("failure"):
+        yield Figure("failed", "behind the last step", failure)
     if document["resumed"]:
-        more = f"from checkpoint {document['resumed']}; what follows is of the steps since then"
+        more = f"from checkpoint {document['resumed']}"
+        more += "; what follows is of the steps since then" if losses else ", and made no step"
         yield Figure("continued", f"after step {document['first_step']:,}", more)
     if losses:
         count = min(len(losses), LAST_LOSSES)

@@ -236,7 +236,7 @@ class _PartEntry(Strict):
 class _RunFile(Strict):
     schema_: Literal["anabranch.run/1"] = Field(alias="schema")
     losses: list[float]
-    step_s: Annotated[list[float], Field(min_length=1)]
+    step_s: list[float]
     period_s: Annotated[float, Field(ge=0)] = 0.0
     ideal_step_s: Annotated[float, Field(ge=0)]
     metrics: dict[str, float | None]
@@ -248,6 +248,7 @@ class _RunFile(Strict):
     peak_versions: list[_Count] = Field(default_factory=list)
     weight_bytes: list[_Count] = Field(default_factory=list)
     interrupted: bool = False
+    failure: str = ""
     round_robin: bool = False
     restarts: _Count = 0
     recoveries: list[str] = Field(default_factory=list)

@@ -100,6 +100,7 @@ class Run:
         peak_versions: per device, ascending, most copies of its stage's weights alive at once;
             ``weight_bytes`` has their bytes.
         interrupted: the user ended it early, and nothing was evaluated.
+        failure: of the checkpoint or evaluation behind the last step, as text.
         round_robin: replicas took mini-batches in turn, each of them whole.
         restarts: how often ranks were started again after a failure; figures are of the last time.
         recoveries: steps that training went on from in a part of its processes, each with the
@@ -132,6 +133,7 @@ class Run:
     peak_versions: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     interrupted: bool = False
+    failure: str = ""
     round_robin: bool = False
     restarts: int = 0
     recoveries: tuple[str, ...] = ()
@@ -155,11 +157,11 @@ class Run:
     @property
     def median_step_s(self) -> float:
         """Median seconds of a step, which are those of the timeline where one was recorded; the
-        first, which sets things up, is left out.
+        first, which sets things up, is left out. 0 where there were no steps.
         """
         if self.measured is not None and not self.policy:
             return self.measured.step_s
-        return statistics.median(self.step_s[1:] or self.step_s)
+        return statistics.median(self.step_s[1:] or self.step_s or (0.0,))
 
     @property
     def mode(self) -> str:
@@ -190,36 +192,23 @@ class Run:
         peaks = list(predicted.device_peak_bytes) if predicted is not None else None
         last = self.losses[-LAST_LOSSES:]
         per_step = self.samples or (self.plan.stage_graph.batch_size,)
-        rate = (
-            statistics.fmean(per_step) / self.period_s
-            if self.period_s
-            else statistics.median(per_step) / self.median_step_s
-        )
+        mean = statistics.fmean if self.period_s else statistics.median
+        seconds = self.period_s or self.median_step_s
         common = {
-            "losses": list(self.losses),
+            **self._fields("losses period_s gradients failure restarts recoveries others_share"),
+            **self._fields("resumed first_step"),
             "last_loss": sum(last) / len(last) if last else None,
-            "period_s": self.period_s,
-            "samples_per_s": rate,
+            "samples_per_s": mean(per_step) / seconds if seconds else 0.0,
             "batch_samples": list(self.other_samples),
             "planned_batch_samples": self.plan.stage_graph.batch_size,
             "metrics": finite(self.metrics),
             "chance": dict(self.chance),
-            "gradients": self.gradients,
-            "restarts": self.restarts,
-            "recoveries": list(self.recoveries),
-            "others_share": self.others_share,
-            "resumed": self.resumed,
-            "first_step": self.first_step,
         }
         if self.policy:
             return {
-                "mode": "async",
-                "policy": self.policy,
-                "round_robin": self.round_robin,
+                **self._fields("mode policy round_robin version_difference peak_versions"),
+                **self._fields("weight_bytes"),
                 "predicted_period_s": predicted_s,
-                "version_difference": list(self.version_difference),
-                "peak_versions": list(self.peak_versions),
-                "weight_bytes": list(self.weight_bytes),
                 "predicted_device_peak_bytes": peaks,
                 **common,
             }
@@ -231,17 +220,18 @@ class Run:
             "step_s": self.median_step_s,
             "predicted_step_s": predicted_s,
             "predicted_period_s": predicted.period_s if predicted is not None else None,
-            "ideal_step_s": self.ideal_step_s,
-            "device_peak_bytes": list(self.device_peak_bytes),
+            **self._fields("ideal_step_s device_peak_bytes stragglers plan_changes"),
             "predicted_device_peak_bytes": peaks,
             **bubbles,
             "compute_ratio": self._compute_ratio(),
-            "stragglers": list(self.stragglers),
-            "plan_changes": list(self.plan_changes),
             "phases": {title: timeline.phases for title, timeline in self.timelines},
             "parts": [asdict(part) for part in self.parts],
             **common,
         }
+
+    def _fields(self, names: str) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in names.split()}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     def _compute_ratio(self) -> float | None:
         """Seconds of forwards and backwards over those predicted; None where not known."""

@@ -19,13 +19,14 @@ from anabranch.weights import POLICIES, OptimizerFacts
 
 BASELINES: Mapping[str, Mapping[str, Any]] = {
     "data-parallel": {"planner": "data-parallel", "max_replicas": None},
-    "sequential": {"planner": "sequential"},
+    "sequential": {"planner": "sequential", "max_replicas": None},
     "straight sequential": {"planner": "sequential", "max_replicas": 1},
-    "chain": {"planner": "chain", "planner_options": {"evaluations": 5_000}},
+    "chain": {"planner": "chain", "max_replicas": None, "planner_options": {"evaluations": 5_000}},
 }
-"""Name -> what its search has in place of the plan's options. Data parallelism is replicas. Planner
-chain with all its evaluations and improved takes a second more for steps that are up to 7 %
-shorter. It is improved where the plan has several stages on a device, which chains may have, too.
+"""Name -> options of its search in place of the plan's. All but the straight pipeline may have
+replicas where the plan may not: with one stage the best chain is data parallelism. Planner chain
+with all its evaluations and improved takes a second more for steps that are up to 7 % shorter. It
+is improved where the plan has several stages on a device, which chains may have, too.
 """
 
 

@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -53,12 +54,14 @@ class Course(Generic[_Pipe]):
         save_every: SaveEvery | None = None,
         evaluate_every: int | None = None,
         callbacks: Sequence[Callback] = (),
+        on_trained: Callable[[Run], None] | None = None,
         **options: Any,
     ) -> None:
         if steps is None and epochs is None:
             raise ValueError("give a number of steps or of epochs")
-        require_evaluation(workload, evaluate_every)
+        require_evaluation(workload, evaluate_every, steps)
         self._workload, self._epochs, self._evaluate_every = workload, epochs, evaluate_every
+        self._evaluates_alone, self._on_trained = steps == 0, on_trained
         self._resume = None if resume is None else Path(resume)
         self._folder = None if save is None else Path(save)
         self._copies: SpareCopies | None = options.get("copies")
@@ -130,10 +133,21 @@ class Course(Generic[_Pipe]):
             SAVE_CLOCK.look()
         if not self.pipe.is_between_updates:
             return
-        is_best = self._is_crossed(self._evaluate_every, self._evaluated_at) and self._evaluate()
+        is_due = self._is_crossed(self._evaluate_every, self._evaluated_at)
+        # Behind the last step what was trained is saved before.
+        is_due &= INTERRUPT.agreed or not self._is_over
+        is_best = is_due and self._evaluate()
         if self._save_every is not None:
-            self._look_for_checkpoint(self._save_every, is_best=is_best)
+            is_due = self._is_crossed(self._save_every.steps, self._saved_at) or SAVE_CLOCK.is_due
+            if is_best or (is_due and self.pipe.step_number > self._saved_at):
+                self._begin(wait=False)
         self._look_for_copy()
+
+    @property
+    def _is_over(self) -> bool:
+        """True behind the last step, if that is known."""
+        total = self.reporter.total
+        return total is not None and self.pipe.step_number >= self._first_step + total
 
     def _look_for_copy(self) -> None:
         """Copy the state behind the first step, and when it is due; behind the last there is none,
@@ -143,20 +157,12 @@ class Course(Generic[_Pipe]):
         pipe, done = self.pipe, self.pipe.step_number
         if self._copies is None or not isinstance(pipe, Pipeline):
             return
-        first, total = self._first_step, self.reporter.total
         is_first = self._copied_at < 0
         is_due = is_first or done - self._copied_at >= self._copies.every
-        if is_due and done > first and (total is None or done < first + total):
+        if is_due and done > self._first_step and not self._is_over:
             # That of the first step counts at once, so the next one may come earlier.
-            self._copied_at = first if is_first else done
+            self._copied_at = self._first_step if is_first else done
             pipe.copy_state({"first_step": self._first_step}, self.reporter.noting())
-
-    def _look_for_checkpoint(self, save_every: SaveEvery, *, is_best: bool) -> None:
-        now = self.pipe.step_number
-        by_steps = self._is_crossed(save_every.steps, self._saved_at)
-        is_due = (by_steps or SAVE_CLOCK.is_due) and now > self._saved_at
-        if is_due or is_best:
-            self._begin(wait=False)
 
     def _is_crossed(self, every: int | None, before: int) -> bool:
         """True if a multiple of an interval lies between an earlier step and this one."""
@@ -230,7 +236,7 @@ class Course(Generic[_Pipe]):
 
     def require_steps(self) -> None:
         """Refuse a run that has made none."""
-        if self.reporter.losses:
+        if self.reporter.losses or self._evaluates_alone:
             return
         if INTERRUPT.agreed:
             raise TrainingError(
@@ -239,21 +245,23 @@ class Course(Generic[_Pipe]):
         raise nothing_left(self._resume, self.pipe.epoch, self._epochs)
 
     def finished(self, **figures: Any) -> Run:
-        """Save and evaluate once more, and say what came of it."""
-        held_out = self._end()
-        metrics = dict(self.pipe.metrics if held_out is None else held_out)
-        self.reporter.tell(EndEvent(self.pipe.step_number, metrics, INTERRUPT.agreed))
-        return Run(
+        """Say what came of the steps, then save and evaluate once more."""
+        run = Run(
             losses=tuple(self.reporter.losses),
-            metrics=metrics,
+            metrics=dict(self.pipe.metrics),
             chance=dict(self._workload.chance),
-            interrupted=INTERRUPT.agreed,
-            gradients=self.pipe.gradient_verdict,
+            gradients=self.pipe.gradient_verdict if self.reporter.losses else "",
             resumed="" if self._resume is None else str(self._resume),
             first_step=self._first_step,
             samples=tuple(self.reporter.samples),
             **figures,
         )
+        if self._on_trained is not None and self.pipe.rank == 0:
+            self._on_trained(run)
+        if (held_out := self._end()) is not None:
+            run = replace(run, metrics=dict(held_out))
+        self.reporter.tell(EndEvent(self.pipe.step_number, run.metrics, INTERRUPT.agreed))
+        return replace(run, interrupted=INTERRUPT.agreed)
 
 
 def _warn_of_untold_epochs(pipe: _Pipe) -> None:
@@ -274,8 +282,8 @@ def nothing_left(resume: Path | None, done: int, epochs: int | None) -> Training
     )
 
 
-def require_evaluation(workload: Workload, every: int | None) -> None:
-    """Accept an interval between evaluations, if any.
+def require_evaluation(workload: Workload, every: int | None, steps: int | None = None) -> None:
+    """Accept an interval between evaluations, if any, and a run of no steps, which evaluates.
 
     Raises:
         DataError: if there is no held-out data.
@@ -283,8 +291,9 @@ def require_evaluation(workload: Workload, every: int | None) -> None:
     """
     if every is not None and every < 1:
         raise ValueError(f"evaluate_every is {every}; it counts steps, from 1")
-    if every is not None and workload.eval_data is None:
+    if (every is not None or steps == 0) and workload.eval_data is None:
+        when = "without a step" if steps == 0 else f"every {every} steps"
         raise DataError(
-            f"held-out data is to be evaluated every {every} steps, but the workload has none; "
+            f"held-out data is to be evaluated {when}, but the workload has none; "
             "give Workload an eval_data"
         )

@@ -49,7 +49,8 @@ def train(
     every rank: what was learned is saved, but evaluated only if ``evaluate_every`` says so.
 
     Args:
-        steps: steps to do; by default as many as ``epochs`` have.
+        steps: steps to do; by default as many as ``epochs`` have. With 0 the held-out data is
+            evaluated, and nothing is trained.
         epochs: passes through the data in all; by default as many as ``steps`` need.
         resume: a checkpoint to go on from, or the folder of a run, whose newest it is.
         weights: what ``Pipeline.from_weights`` takes, to begin with.
@@ -62,7 +63,8 @@ def train(
         looks: whether devices and links are looked at meanwhile; by default they are not.
         options: of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``: with these
             the state is copied every so many steps, and where there is a copy training goes on from
-            it as if nothing had happened since.
+            it as if nothing had happened since. Further ``on_trained``, called on the first rank
+            with the run behind its last step, before what may fail: checkpoint and evaluation.
 
     Returns:
         What happened, the same on every rank.
@@ -71,7 +73,7 @@ def train(
         AnabranchError: see ``Pipeline``.
         TrainingError: if ``save`` exists, or a checkpoint cannot be written, or the one to resume
             from has all epochs already, or a callback raised.
-        DataError: if ``evaluate_every`` is given and there is no held-out data.
+        DataError: if ``evaluate_every`` is given, or ``steps`` is 0, and there is no held-out data.
         ValueError: if neither steps nor epochs are given, or ``evaluate_every`` is less than 1.
     """
     course = Course(
@@ -147,7 +149,7 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     seconds = [end - start for start, end in pairwise(full)]
     return course.finished(
         plan=plan,
-        step_s=tuple(seconds) or ((before - begun) / len(reporter.losses),),
+        step_s=tuple(seconds) or tuple((before - begun) / len(full) for _ in full[:1]),
         period_s=sum(seconds[1:]) / len(seconds[1:]) if len(seconds) > 1 else 0.0,
         ideal_step_s=0.0,
         policy=pipe.policy.name,

@@ -470,6 +470,28 @@ def test_train_save_resume_and_report(document, tmp_path):
     assert (found["resumed"], resumed["resumed"], resumed["first_step"]) == ("", saved, 12)
 
 
+@pytest.mark.dist
+def test_an_evaluation_that_fails_loses_nothing_and_is_made_by_itself(run, document, tmp_path):
+    """Of training, checkpoint and figures are there; a run without a step evaluates the checkpoint,
+    and has a page without a step.
+    """
+    (tmp_path / "two.json").write_text(json.dumps(by_hand([("left right head", [0])], 8)))
+    of_plan = ("--plan", "two.json", "--no-check-gradients", "--steps")
+    failing = ("train", "tests.cli.models:with_failing_evaluation", *of_plan, "2")
+    code, _, err = run(*failing, "--save", "saved", "--out", "kept")
+    assert code == 1
+    assert "all steps were made: kept has their figures, and this failure" in err
+    kept = load_run(tmp_path / "kept")
+    assert len(kept.losses) == 2
+    assert "the disk is on fire" in kept.failure
+    assert "the disk is on fire" in (tmp_path / "kept" / "report.html").read_text()
+    whole = document("train", TOWERS, *of_plan, "2")
+    assert list(kept.losses) == whole["losses"]
+    alone = document("train", TOWERS, *of_plan, "0", "--resume", "saved")
+    assert (alone["metrics"], alone["losses"]) == (whole["metrics"], [])
+    assert "held-out error" in Path(alone["report"]).read_text()
+
+
 def test_batches_of_another_size_than_before_the_checkpoint_are_warned_of(run, tmp_path):
     """Their position in the epoch is a number of batches; warnings are errors here."""
     short = "train", TOWERS, "--devices", "1", "--steps", "2"

@@ -79,5 +79,5 @@ def test_the_second_ctrl_c_is_obeyed_at_once(run, tmp_path):
     train = ("train", "tests.cli.models:stuck", *PIPELINE, "--save", "kept")
     code, _, err = run(*train)
     assert code == 130
-    assert "stopped at once; nothing is kept" in err
+    assert "stopped at once; there is no checkpoint" in err
     assert not (tmp_path / "kept").exists()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="Which model to show.")] = "glyphs",
+    model: Annotated[str, typer.Option(help="Model to show.")] = "glyphs",
     devices: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 64,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 1500,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -127,7 +126,7 @@ def plan(
     if is_timed:
         begin_compiling(planner)
     began = time.monotonic()
-    announce(f"planning for {cluster.num_devices} devices")
+    announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}")
     try:
         tried = plan_with_rewrites(
             source, costs, lambda other: costs_of(other)[0], searched, tries=fixed is None
@@ -184,6 +183,7 @@ def plan(
     if best.predicted is not None and model.file is not None:
         seconds = {name: other.figures.step_s for name, other in plans_among(others).items()}
         chains = [s for n, s in seconds.items() if n not in ("from", "data-parallel")]
+        chains += [best.figures.step_s] * (bool(chains) and best.stage_graph.shape == "chain")
         figures = replace(
             best.predicted,
             data_parallel_s=seconds.get("data-parallel"),
@@ -208,7 +208,7 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    lines = [*gains(others, best), faster(others, best), flushed]
+    lines = [*gains(others, best), faster(others, best, planning.max_replicas), flushed]
     say(best.summary([line for line in lines if line]))
     say(glossary(best))
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
@@ -242,6 +242,9 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
             continue
         if isinstance(other, AnabranchError):
             yield f"{BASELINE_NAMES[name]} has no plan: {other}"
+        elif name == best and ours.stage_graph.shape == "chain" and _is_faster(ours, other):
+            # Found with more evaluations, or on fewer devices.
+            yield f"{BASELINE_NAMES['chain']} is this plan"
         elif name == best and name != "chain":
             yield f"{gain(name, other, ours)}, the best chain of stages"
         else:
@@ -277,12 +280,23 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     return f"with a flush, {steps} per batch{verdict}: {how}"
 
 
-def faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
-    """A line on the best baseline, if that is better than our plan."""
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    """True if a step is shorter than that of another plan, and told as shorter."""
+    step_s, other_s = plan.figures.step_s, other.figures.step_s
+    return step_s < other_s and not is_as_fast(other_s, step_s)
+
+
+def faster(
+    others: Mapping[str, Plan | AnabranchError], ours: Plan, limit: int | None = None
+) -> str:
+    """A line on the best baseline, if that is better than our plan.
+
+    Args:
+        limit: replicas of a stage of our plan at most; baselines have no limit.
+    """
     plans = {name: other for name, other in plans_among(others).items() if name != "from"}
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
-    step_s, own_s = plans[name].figures.step_s if name else math.inf, ours.figures.step_s
-    if step_s >= own_s or is_as_fast(step_s, own_s):
+    if not name or not _is_faster(plans[name], ours):
         return ""
     from anabranch.solve import BASELINES
 
@@ -291,6 +305,8 @@ def faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
         for key, value in BASELINES[name].items()
         if isinstance(value, str | int)
     )
+    if limit is not None and BASELINES[name]["max_replicas"] is None:
+        options += " without --max-replicas"
     if ours.mode == "async":
         depth, own_depth = plans[name].stage_graph.depth, ours.stage_graph.depth
         stale = (

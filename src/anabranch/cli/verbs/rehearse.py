@@ -19,7 +19,7 @@ from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import InvalidPlanError
-from anabranch.plans.plan import Plan, time_text
+from anabranch.plans.plan import Plan, memory_text, time_text
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -170,7 +170,7 @@ def emulate(
     if as_json:
         print_json({**result.figures(), "run": folder, "report": page})
         return
-    sent = f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"
+    sent = f"{result.num_messages} with {memory_text(result.message_bytes)} in a step"
     slower = (
         f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
         "each forward or backward on this machine"

@@ -12,7 +12,9 @@ from anabranch.cli.settings import AsJson
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that train wrote.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A folder that train, rehearse or demo wrote.")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli import restarts, training_settings
+from anabranch.cli import restarts, run_results, training_settings
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
 from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
 from anabranch.cli.progress import announce
-from anabranch.cli.run_results import how_to_go_on, keep_run, say_run, say_stopped, say_stopping
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
@@ -65,7 +64,8 @@ def train(
     from the newest; --max-restarts 3 does that by itself where a rank fails. With --survive the
     other ranks live on, and a few steps are done again from copies in memory.
 
-    `anabranch train run.toml` has all of this from a file: `steps = 50`, `save-every = "10m"`.
+    `anabranch train run.toml` has all of this from a file: `steps = 50`, `save-every = "10m"`, and
+    keys that are no options, such as `keep` and `clip-stage-norm` (docs/command-line.md).
 
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
@@ -126,12 +126,11 @@ def train(
         before = job.plan.stage_graph
         fewer = replace(local, plan_file=None, devices=left, batch_size=before.batch_size)
         # What a plan file has decided stays.
-        flush_as_before = replace(flush, mode="async" if is_async else "sync")
-        compute_as_before = compute
-        if local.plan_file is not None:
-            flush_as_before = replace(flush_as_before, policy=flush.policy or shown.policy or None)
-        if compute.sparse_embeddings is None:
-            compute_as_before = replace(compute, sparse_embeddings=job.plan.sparse_embeddings)
+        named = flush.policy or (shown.policy or None if local.plan_file is not None else None)
+        flush_as_before = replace(flush, mode="async" if is_async else "sync", policy=named)
+        rows = compute.sparse_embeddings
+        rows = job.plan.sparse_embeddings if rows is None else rows
+        compute_as_before = replace(compute, sparse_embeddings=rows)
         job.plan, job.is_by_file = None, False
         shown, policy = _plan(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
@@ -146,6 +145,7 @@ def train(
 
     def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
+        on_trained(None)  # of an earlier attempt
         left = job.devices_left()
         is_again = restarts.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
@@ -156,26 +156,31 @@ def train(
             fewer=partial(plan_fewer, asked),
             is_async=is_async,
             predicted_s=predicted_s(),
-            on_interrupt=say_stopping,
+            on_interrupt=run_results.say_stopping,
             compute=options,
+            on_trained=on_trained,
             **special,
         )
 
-    try:
-        result, training = restarts.train_with_restarts(attempt, training, note)
-    except KeyboardInterrupt:
-        say_stopped(training.save)
-        raise typer.Exit(INTERRUPTED) from None
-    if result.plan_changes:
-        job.plan = shown = result.plan
-    if is_first:
-        # Counts in flight of replicas in turn are none of a plan.
+    def keep(result: Run) -> tuple[Run, Path]:
         from anabranch.record import new_folder
 
-        kept = run or new_folder(model.model, began)
-        result = keep_run(job, result, kept, plan=None if result.round_robin else shown)
-        ended = how_to_go_on(result, training, run) if result.interrupted else ""
-        say_run(result, kept, ended, as_json=as_json)
+        folder, plan = run or new_folder(model.model, began), shown
+        if result.plan_changes:
+            job.plan = plan = result.plan
+        # Counts in flight of replicas in turn are none of a plan.
+        kept = None if result.round_robin else plan
+        return run_results.keep_run(job, result, folder, kept), folder
+
+    try:
+        with run_results.keeping(keep) as on_trained:
+            result, training = restarts.train_with_restarts(attempt, training, note)
+    except KeyboardInterrupt:
+        run_results.say_stopped(training.save)
+        raise typer.Exit(INTERRUPTED) from None
+    if is_first:
+        ended = run_results.how_to_go_on(result, training, run) if result.interrupted else ""
+        run_results.say_run(*keep(result), ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -60,9 +60,8 @@ def explain(problem: Problem) -> InfeasiblePlanError:
         return InfeasiblePlanError(
             f"{name} fits the memory of {cluster.name} on {count} devices, but no plan uses all "
             f"{total} of them with at most {problem.most_replicas} replicas of a stage and "
-            f"micro-batches of up to {problem.sizes[-1]} samples, and a plan "
-            f"leaves no device without a stage; use {count} devices, or allow more replicas or "
-            "larger micro-batches"
+            f"micro-batches of up to {problem.sizes[-1]} samples, and a search uses all; plan for "
+            f"{count}, or allow more replicas or larger micro-batches"
         )
     more = f"; {count} devices would do" if count else ""
     return InfeasiblePlanError(

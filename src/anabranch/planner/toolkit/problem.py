@@ -92,11 +92,11 @@ class Problem:
         usable = len(cost.graph) * replicas
         if usable < total:
             raise InfeasiblePlanError(
-                f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most "
-                f"{replicas} replica{'s' * (replicas > 1)} each, so at most {usable} of the "
-                f"{total} devices of {cost.cluster.name} can be used, and a plan leaves none "
-                f"without a stage; use {usable} devices or fewer, capture finer operators, allow "
-                "more replicas or take larger micro-batches"
+                f"{cost.graph.name or 'the model'} has {len(cost.graph)} "
+                f"operator{'s' * (len(cost.graph) > 1)} with at most {replicas} "
+                f"replica{'s' * (replicas > 1)} each, which is enough for {usable} of the {total} "
+                f"devices of {cost.cluster.name}, and a search uses all; plan for at most {usable},"
+                " capture finer operators, allow more replicas or take larger micro-batches"
             )
         return self
 

@@ -67,9 +67,10 @@ def _per_hop(plan: Plan) -> int:
     if not per_hop or any(stage.k != 1 for stage in plan.stage_graph.stages):
         groups = max(stage.k for stage in plan.stage_graph.stages)
         raise InvalidPlanError(
-            f"the plan's schedule is {plan.schedule}, in groups of up to {groups} micro-batches; "
-            "without a flush stages alternate one forward and one backward: plan with schedule "
-            "1f1b or 1f1b-deep"
+            f"the plan's schedule is {plan.schedule}"
+            f"{f', in groups of up to {groups} micro-batches' * (groups > 1)}; without a flush "
+            "stages alternate one forward and one backward: plan with --mode async, or with "
+            "--schedule 1f1b or 1f1b-deep"
         )
     return per_hop
 
