@@ -58,8 +58,8 @@ def plan(
     baselines: Annotated[
         bool,
         typer.Option(
-            help="Also plan the baselines, to compare with: searched, but not improved by "
-            "simulation as compare does. The plan of --from is one of them."
+            help="Also plan the baselines, to compare with: data parallelism, sequential plans and "
+            "a chain. The plan of --from is one of them."
         ),
     ] = True,
     as_json: settings.AsJson = False,
