@@ -56,7 +56,8 @@ def test_loss_and_gradients_are_those_of_the_model_itself(name: str, images: lis
     largest = max(float(g.abs().max()) for g in expected.values())
     for name_, wanted in expected.items():
         torch.testing.assert_close(plain[name_], wanted, rtol=0, atol=0)
-        torch.testing.assert_close(traced[name_], wanted, rtol=1e-9, atol=1e-12 * largest)
+        rounding = 1e-6 if name_ == "the loss" else 1e-9  # the loss is in single precision
+        torch.testing.assert_close(traced[name_], wanted, rtol=rounding, atol=1e-12 * largest)
     assert all(not traced[other].any() for other in traced.keys() - expected.keys())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
 from anabranch.graph.module_state import with_attributes
-from anabranch.multimodal.patches import PackedPatches
+from anabranch.multimodal.encoders import Encoder, arguments, encoders_of
 from anabranch.multimodal.slots import (
     Inputs,
     Sizes,
@@ -26,26 +26,7 @@ from anabranch.multimodal.slots import (
     shared_out,
     take_rows,
 )
-from anabranch.multimodal.sounds import Sounds
-from anabranch.multimodal.towers import Packed, Tiled, VisionTower
-
-Encoder = VisionTower | PackedPatches | Sounds
-
-_TOWERS = "llava gemma3 paligemma internvl vipllava aya_vision cohere2_vision deepseek_vl got_ocr2"
-_TABLES = "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe"
-
-FAMILIES: Mapping[str, Mapping[str, Encoder]] = {
-    **{kind: {"image": VisionTower()} for kind in _TOWERS.split()},
-    "llava_onevision": {"image": Packed()},
-    "idefics3": {"image": Tiled()},
-    "smolvlm": {"image": Tiled()},
-    "qwen2_vl": {"image": PackedPatches()},
-    "qwen2_5_vl": {"image": PackedPatches(has_windows=True)},
-    **{kind: {"image": PackedPatches(has_table=True)} for kind in _TABLES.split()},
-    "qwen2_5_omni_thinker": {"audio": Sounds(), "image": PackedPatches(has_windows=True)},
-}
-"""``model_type`` of a configuration of transformers -> how its inputs are encoded, in the order in
-which the model takes them."""
+from anabranch.multimodal.towers import Packed
 
 
 def multimodal_batch(
@@ -83,23 +64,18 @@ def multimodal_batch(
             tokens than of features, which would move into the next sample.
     """
     config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", type(model).__name__)
-    if kind not in FAMILIES:
-        raise DataError(
-            f"multimodal_batch does not know {type(model).__name__} ({kind}); it knows "
-            f"{', '.join(FAMILIES)} of transformers. Give the patches or images of each sample in "
-            "a dimension of their own, or Workload rows={...}, see docs/multimodal.md"
-        )
-    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
-        raise DataError(
-            f"multimodal_batch needs transformers 5.23 or later: {type(model).__name__} of the "
-            "version here does not take features that are encoded outside of it"
-        )
+    encoders = encoders_of(model)
     own: dict[str, Any] = dict(batch)
     if "pixel_values_videos" in own:
         raise DataError("multimodal_batch takes images; give a video as images, one per frame")
     sizes = {"image": (images, patches), "audio": (sounds, chunks)}
-    encoders = FAMILIES[kind]
+    for part in sizes:
+        taken = encoders[part].names if part in encoders else ()
+        if others := [name for name in arguments(model, part) if name in own and name not in taken]:
+            raise DataError(
+                f"{type(model).__name__} was given {', '.join(others)}, which multimodal_batch "
+                f"does not cut by samples; it takes {', '.join(taken) or f'no {part}'}"
+            )
     names = (name for encoder in encoders.values() for name in encoder.names)
     given = {name: own.pop(name) for name in names if name in own}
     inputs_of: dict[str, Inputs] = {}
@@ -113,17 +89,14 @@ def multimodal_batch(
             continue
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
         counts[part] = shared_out(tokens, inputs_of[part], part)
-    has_positions = any(isinstance(encoder, PackedPatches) for encoder in encoders.values())
-    made = has_positions and "position_ids" not in own
+    made = hasattr(model.model, "get_rope_index") and "position_ids" not in own
     if made:
         own["position_ids"] = _positions(model, own, given, counts.get("image"))
-    if has_positions:
-        own["position_ids"] = own["position_ids"].movedim(1, 0)
+    own |= _samples_first(own, 1, 0)
     if costs := [sum(numbers) for numbers in zip(*counts.values(), strict=True)]:
         order = dealt(costs, share, by_cost=balance == "cost" and share > 1)
         own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
     packing = Multimodal(
-        kind,
         tuple((part, tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
         made,
         share,
@@ -140,6 +113,14 @@ def multimodal_batch(
         tensors |= {name: held.put(t, slots) for name, t in dealt_out.tensors.items()}
         tensors |= {f"{part}_counts": held.counts, f"{part}_index": rows}
     return PackedBatch(own | tensors, packing)
+
+
+def _samples_first(tensors: Mapping[str, Tensor], source: int, target: int) -> dict[str, Tensor]:
+    """Positions ``[3, samples, tokens]`` of a batch with another order of dimensions."""
+    positions = tensors.get("position_ids")
+    if positions is None or positions.dim() < 3:
+        return {}
+    return {"position_ids": positions.movedim(source, target)}
 
 
 def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Sizes) -> Inputs:
@@ -162,10 +143,11 @@ def _positions(
     tokens = own["input_ids"]
     options: dict[str, Any] = {"image_grid_thw": given.get("image_grid_thw")}
     own.setdefault("attention_mask", torch.ones_like(tokens))
-    if model.config.model_type == "qwen2_5_omni_thinker":
+    taken = inspect.signature(model.model.get_rope_index).parameters
+    if "audio_seqlens" in taken:
         mask = given.get("feature_attention_mask")
         options["audio_seqlens"] = None if mask is None else mask.sum(1)
-    else:
+    if "mm_token_type_ids" in taken:
         is_image = (tokens == model.config.image_token_id).long()
         options["mm_token_type_ids"] = own.setdefault("mm_token_type_ids", is_image)
     positions: Tensor
@@ -196,14 +178,12 @@ class Multimodal:
     """Packing of a vision-language model.
 
     Attributes:
-        kind: of the family.
         parts: images or sounds, and the names of the tensors with slots for them.
         has_positions: whether the batch's positions were made here.
         share: samples that share their slots.
         is_counted: whether the model is told how many images a sample has.
     """
 
-    kind: str
     parts: tuple[tuple[str, tuple[str, ...]], ...]
     has_positions: bool
     share: int
@@ -215,9 +195,8 @@ class Multimodal:
         inputs = {part: {name: own.pop(name) for name in names} for part, names in self.parts}
         counts = {part: own.pop(f"{part}_counts") for part in inputs}
         index = [own.pop(f"{part}_index") for part in inputs]
-        encoders = FAMILIES[self.kind]
-        if any(isinstance(encoder, PackedPatches) for encoder in encoders.values()):
-            own["position_ids"] = own["position_ids"].movedim(0, 1)
+        encoders = encoders_of(module)
+        own |= _samples_first(own, 0, 1)
         if traced:
             outputs = {part: encoders[part].encode(module, inputs[part]) for part in inputs}
             with _gathered(module, index, self.share, outputs.pop("audio", None)) as extra:

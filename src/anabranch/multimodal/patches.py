@@ -7,14 +7,14 @@ interpolation come from the library's own functions, relative to the image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.errors import DataError
@@ -26,17 +26,12 @@ _SIZES = "image_grid_thw"
 
 @dataclass(frozen=True)
 class PackedPatches:
-    """Models with patches ``[patches of all images, values]`` and ``image_grid_thw``.
-
-    Attributes:
-        has_windows: whether attention is inside of windows in most layers.
-        has_table: whether positions are interpolated from a table.
+    """Models with patches ``[patches of all images, values]`` and ``image_grid_thw``; attention may
+    be inside of windows, positions may be interpolated.
     """
 
     token = "image_token_id"
     names = ("pixel_values", _SIZES)
-    has_windows: bool = False
-    has_table: bool = False
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
@@ -47,7 +42,7 @@ class PackedPatches:
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images, each with positions and segments of its patches."""
-        visual, pixels = model.model.visual, batch["pixel_values"]
+        visual, pixels = _visual(model), batch["pixel_values"]
         grids, unit = self._grids(model, batch), visual.spatial_merge_size**2
         lengths = grids.prod(-1).tolist()
         needed = most(max(lengths, default=0), size, "patches in an image", "patches")
@@ -84,17 +79,19 @@ class PackedPatches:
         unit = merge**2
         result = {
             "image_position_ids": vision_utils.get_vision_position_ids(grid, merge),
-            "image_segments": _segments(vision_utils.get_vision_cu_seqlens(grid)),
+            "image_cu_seqlens": _segments(vision_utils.get_vision_cu_seqlens(grid)),
         }
+        if _shaped(visual):
+            result["image_shapes"] = grid.expand(int(grid.prod()), -1)
         rows = torch.arange(int(grid.prod()) // unit)
-        if self.has_windows:
+        if hasattr(visual, "permute_input_for_window_attn"):
             index, bounds = vision_utils.get_vision_window_index(
                 grid, merge, visual.window_size, visual.patch_size
             )
             result["image_window_index"] = index
-            result["image_window_segments"] = _segments(bounds)
+            result["image_cu_window_seqlens"] = _segments(bounds)
             rows = torch.argsort(index)
-        if self.has_table:
+        if hasattr(visual, "num_grid_per_side"):
             taps, weights = vision_utils.get_vision_interpolation_indices_and_weights(
                 grid,
                 num_grid_per_side=visual.num_grid_per_side,
@@ -114,26 +111,27 @@ class PackedPatches:
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Encode the patches of all slots with the library's own forward."""
-        visual = model.model.visual
+        visual = _visual(model)
         flat = {
-            name.removeprefix("image_"): tensor.flatten(0, 1)
+            name: tensor.flatten(0, 1 if "window" in name or "seqlens" in name else 2)
             for name, tensor in tensors.items()
-            if name.startswith("image_") and name not in (_SIZES, "image_index")
+            if name != _SIZES
         }
-        segments = flat.pop("segments")
-        arguments = {n: tensor.flatten(0, 1) for n, tensor in flat.items() if "window" not in n}
-        if self.has_windows:
-            arguments["window_index"] = flat["window_index"]
-            arguments["cu_window_seqlens"] = flat["window_segments"]
-        pixels = tensors["pixel_values"].flatten(0, 2).type(visual.dtype)
-        with segmented(visual):
-            outputs = visual(
-                pixels, grid_thw=None, cu_seqlens=segments, return_dict=True, **arguments
-            )
-        outputs.pooler_output = [outputs.pooler_output]
-        if hasattr(outputs, "deepstack_features"):
-            outputs.deepstack_features = [[part] for part in outputs.deepstack_features]
-        return outputs
+        pixels = flat.pop("pixel_values").type(visual.dtype)
+        grids = torch.zeros(0, 3, dtype=torch.long)
+        # The library parts features by image, and joins them again.
+        undivided = with_attributes([(torch, "split", _whole)])
+        with segmented(visual, flat.pop("image_shapes", None)), undivided:
+            return model.model.get_image_features(pixels, grids, return_dict=True, **flat)
+
+
+def _visual(model: Any) -> Any:
+    """The module that encodes patches, which takes the sizes of images."""
+    return next(part for part in model.model.children() if "grid_thw" in _arguments(part))
+
+
+def _arguments(module: nn.Module) -> Collection[str]:
+    return inspect.signature(module.forward).parameters
 
 
 def _segments(bounds: Tensor) -> Tensor:
@@ -146,43 +144,103 @@ def _padded(name: str, value: Tensor, size: int) -> Tensor:
     extra = size - len(value)
     if name == "image_window_index":
         return torch.cat([value, torch.arange(len(value), size)])
-    fill = -1 if "segments" in name else 0
+    fill = -1 if "seqlens" in name else 0
     return F.pad(value, (*(0, 0) * (value.dim() - 1), 0, extra), value=fill)
 
 
+def _shaped(visual: nn.Module) -> set[Any]:
+    """Classes of an encoder's parts that look up the size of each patch's image."""
+    return {type(part) for part in visual.modules() if "image_shapes" in _arguments(part)}
+
+
+def _whole(values: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    return [values]
+
+
+def _attention(segments: Tensor) -> Any:
+    """Attention of transformers inside of segments ``[slots, patches]``."""
+    mask = segments[:, None, :, None] == segments[:, None, None, :]
+
+    def attend(
+        _: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *__: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **___: Any,
+    ) -> tuple[Tensor, None]:
+        query, key, value = (
+            part[0].reshape(part.shape[1], *segments.shape, -1).transpose(0, 1)
+            for part in (query, key, value)
+        )
+        result = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return result.transpose(1, 2).flatten(0, 1)[None], None
+
+    return attend
+
+
+class _ShapesByPatch:
+    """Sizes of the image of each patch, whichever images are asked for."""
+
+    def __init__(self, shapes: Any) -> None:
+        self.shapes = shapes
+
+    def __getitem__(self, index: tuple[Any, int]) -> Tensor:
+        sizes: Tensor = self.shapes[:, index[1]].clamp(min=1)  # of padding too
+        return sizes
+
+
 @contextmanager
-def segmented(encoder: Any) -> Iterator[None]:
+def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
     """Inside, attention of an encoder is given segments ``[slots, patches]`` in place of bounds,
     windows are indices relative to their slot, and nothing is put back into order after them.
+    ``shapes`` are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders that
+    interpolate positions themselves.
     """
-    from transformers.exporters import exporter_dynamo
+    from transformers import AttentionInterface
 
-    attend = F.scaled_dot_product_attention
+    def forward(plain: Any) -> Any:
+        def attention(
+            self: Any, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **rest: Any
+        ) -> Any:
+            attend = _attention(cu_seqlens)
+            bounds = torch.zeros(1, dtype=torch.long)  # of no part
+            rules: list[tuple[Any, str, Any]] = [
+                (AttentionInterface, "get_interface", lambda *_: attend),
+                (torch, "split", _whole),
+            ]
+            with with_attributes(rules):
+                return plain(self, hidden_states, bounds, *args, **rest)
 
-    def forward(
-        self: Any, hidden_states: Tensor, cu_seqlens: Tensor, max_seqlen: Any = None, **rest: Any
-    ) -> Any:
-        mask = cu_seqlens[:, None, :, None] == cu_seqlens[:, None, None, :]
-        # As many segments as slots, all of one length: what the library's own patch is for.
-        bounds = torch.empty(cu_seqlens.shape[0] + 1, dtype=torch.long, device="meta")
-        with with_attributes(
-            [(F, "scaled_dot_product_attention", partial(attend, attn_mask=mask))]
-        ):
-            return exporter_dynamo._reshaped_vision_attention_forward(
-                self, hidden_states, cu_seqlens=bounds, **rest
-            )
+        return attention
 
     def permute(self: Any, values: Tensor, index: Tensor, seq_len: int) -> Tensor:
         units = values.reshape(*index.shape, -1)
         chosen = units.gather(1, index[..., None].expand(-1, -1, units.shape[-1]))
         return chosen.reshape(seq_len, -1)
 
+    def interpolating(plain: Any) -> Any:
+        def embed(self: Any, values: Tensor, lengths: Any, image_shapes: Any, *rest: Any) -> Any:
+            return plain(self, values, [0], _ShapesByPatch(shapes), *rest)
+
+        return embed
+
     values: list[tuple[Any, str, Any]] = [
-        (kind, "forward", forward)
+        (kind, "forward", forward(kind.forward))
         for kind in {type(part) for part in encoder.modules()}
         if kind.__name__.endswith(("VisionAttention", "AudioAttention"))
     ]
-    values.append((exporter_dynamo, "torch_compilable_check", lambda *_, **__: None))
+    values += [(kind, "forward", interpolating(kind.forward)) for kind in _shaped(encoder)]
     if hasattr(encoder, "permute_input_for_window_attn"):
         values.append((type(encoder), "permute_input_for_window_attn", permute))
         values.append((torch, "argsort", lambda _: slice(None)))
