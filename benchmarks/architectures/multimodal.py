@@ -130,6 +130,12 @@ def small(name: str) -> nn.Module:
     siglip = transformers.SiglipVisionConfig(**_VISION, vision_use_head=False)
     cohere = transformers.Cohere2Config(**_TEXT)
     made |= {
+        "VideoLlava": lambda: config(
+            text_config=llama,
+            vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
+            image_token_id=IMAGE,
+            video_token_id=6,
+        ),
         "VipLlava": lambda: config(
             text_config=llama,
             vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
@@ -205,6 +211,13 @@ def small(name: str) -> nn.Module:
         },
         image_token_id=IMAGE,
     )
+    for pixtral in ("Mistral3", "LightOnOcr"):
+        made[pixtral] = lambda: config(
+            text_config={**_TEXT, "model_type": "mistral" if name == "Mistral3" else "qwen3"},
+            vision_config={**_VISION, "image_size": 32, "patch_size": 4, "model_type": "pixtral"},
+            image_token_id=IMAGE,
+            spatial_merge_size=2,
+        )
     for tiled in ("Idefics3", "SmolVLM"):
         made[tiled] = lambda: config(
             text_config=llama, vision_config=dict(_VISION), image_token_id=IMAGE, scale_factor=2
@@ -222,6 +235,7 @@ NAMES = (
     "Qwen2_5OmniThinker", "PaliGemma", "InternVL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
     "VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "Ovis2", "QianfanOCR",
     "Glm4v", "Glm4vMoe", "GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker",
+    "Mistral3", "LightOnOcr", "VideoLlava",
 )  # fmt: skip
 
 
@@ -293,6 +307,12 @@ def ragged(
         tokens = (grids.prod(1) // 4).tolist()
         own["image_grid_thw"] = grids
         shape: tuple[int, ...] = (4 * sum(tokens), 96)
+    elif name in ("Mistral3", "LightOnOcr"):
+        own["image_sizes"] = torch.tensor(
+            [choose([[16, 16], [16, 8], [8, 24]] if mixed else [[16, 16]]) for _ in range(count)]
+        ).view(count, 2)
+        tokens = (own["image_sizes"] // 8).prod(1).tolist()
+        shape = (count, 3, 16, 24)
     elif name == "LlavaOnevision":
         # The image as a whole, and tiles, of 2 x 2 features each, with a line break a row.
         known = {(16, 32): 14, (16, 16): 10, (32, 32): 24, (12, 32): 14}

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
-from anabranch.graph.module_state import with_attributes
-from anabranch.multimodal.encoders import Encoder, arguments, encoders_of
+from anabranch.graph.module_state import on_meta, with_attributes
+from anabranch.multimodal.patches import PackedPatches
 from anabranch.multimodal.slots import (
     Inputs,
     Sizes,
@@ -26,7 +27,21 @@ from anabranch.multimodal.slots import (
     shared_out,
     take_rows,
 )
-from anabranch.multimodal.towers import Packed
+from anabranch.multimodal.sounds import Sounds
+from anabranch.multimodal.towers import Packed, Sized, Tiled, VisionTower, pixtral_tower
+
+Encoder = VisionTower | PackedPatches | Sounds
+
+_KINDS: tuple[tuple[str, Encoder], ...] = (
+    ("image_grid_thw", PackedPatches()),
+    ("batch_num_images", Packed()),
+    ("pixel_attention_mask", Tiled()),
+    ("pixel_values", VisionTower()),
+)
+"""Argument of ``get_image_features`` -> encoder; the first argument that there is decides."""
+
+_ENCODERS: WeakKeyDictionary[nn.Module, dict[str, Encoder]] = WeakKeyDictionary()
+"""Model -> its encoders, which have run on the meta device."""
 
 
 def multimodal_batch(
@@ -64,14 +79,14 @@ def multimodal_batch(
             tokens than of features, which would move into the next sample.
     """
     config: Any = getattr(model, "config", None)
-    encoders = encoders_of(model)
+    encoders = _encoders_of(model)
     own: dict[str, Any] = dict(batch)
     if "pixel_values_videos" in own:
         raise DataError("multimodal_batch takes images; give a video as images, one per frame")
     sizes = {"image": (images, patches), "audio": (sounds, chunks)}
     for part in sizes:
         taken = encoders[part].names if part in encoders else ()
-        if others := [name for name in arguments(model, part) if name in own and name not in taken]:
+        if others := [n for n in _arguments(model, part) if n in own and n not in taken]:
             raise DataError(
                 f"{type(model).__name__} was given {', '.join(others)}, which multimodal_batch "
                 f"does not cut by samples; it takes {', '.join(taken) or f'no {part}'}"
@@ -89,15 +104,17 @@ def multimodal_batch(
             continue
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
         counts[part] = shared_out(tokens, inputs_of[part], part)
-    made = hasattr(model.model, "get_rope_index") and "position_ids" not in own
+    has_positions = hasattr(model.model, "get_rope_index")
+    made = has_positions and "position_ids" not in own
     if made:
         own["position_ids"] = _positions(model, own, given, counts.get("image"))
-    own |= _samples_first(own, 1, 0)
+    if has_positions:
+        own["position_ids"] = own["position_ids"].movedim(1, 0)
     if costs := [sum(numbers) for numbers in zip(*counts.values(), strict=True)]:
         order = dealt(costs, share, by_cost=balance == "cost" and share > 1)
         own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
     packing = Multimodal(
-        tuple((part, tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
+        tuple((part, encoders[part], tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
         made,
         share,
         "batch_num_images" in given,
@@ -115,12 +132,61 @@ def multimodal_batch(
     return PackedBatch(own | tensors, packing)
 
 
-def _samples_first(tensors: Mapping[str, Tensor], source: int, target: int) -> dict[str, Tensor]:
-    """Positions ``[3, samples, tokens]`` of a batch with another order of dimensions."""
-    positions = tensors.get("position_ids")
-    if positions is None or positions.dim() < 3:
-        return {}
-    return {"position_ids": positions.movedim(source, target)}
+def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
+    """Encoders of images and sounds, in the order in which a model takes them; DataError for a
+    model that takes no encoded images, or whose images it cannot encode slot by slot.
+    """
+    if model not in _ENCODERS:
+        try:
+            found = _chosen(model)
+            for encoder in found.values():
+                if not isinstance(encoder, Tiled):  # which asks for values, so not on meta
+                    _encode_one(model, encoder)
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            why = error if isinstance(error, DataError) else f"its encoder takes no slots: {text}"
+            raise DataError(
+                f"multimodal_batch does not know {type(model).__name__} ({why}); give the patches "
+                "or images of each sample in a dimension of their own, or Workload rows={...}, see "
+                "docs/multimodal.md"
+            ) from error
+        _ENCODERS[model] = found
+    return _ENCODERS[model]
+
+
+def _arguments(model: Any, part: str) -> Mapping[str, inspect.Parameter]:
+    """Arguments of the method that encodes images or sounds; none where a model has no such."""
+    method = getattr(getattr(model, "model", None), f"get_{part}_features", None)
+    return {} if method is None else inspect.signature(method).parameters
+
+
+def _chosen(model: nn.Module) -> dict[str, Encoder]:
+    given = _arguments(model, "image")
+    if not given or "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        raise DataError("its forward takes no mm_encoder_outputs, as of transformers 5.23")
+    encoder = next(encoder for argument, encoder in _KINDS if argument in given)
+    if pixtral_tower(model) is not None:
+        encoder = Sized()
+    empty = inspect.Parameter.empty
+    required = (n for n, value in given.items() if value.default is empty and value.kind < 2)
+    if others := [name for name in required if name not in encoder.names]:
+        raise DataError(f"its images come with {', '.join(others)}")
+    tower: Any = getattr(model.model, "audio_tower", None)
+    has_chunks = hasattr(sys.modules[type(tower).__module__], "chunk_and_pad_features")
+    sounds: dict[str, Encoder] = {"audio": Sounds()}
+    return (sounds if has_chunks and hasattr(tower, "conv1") else {}) | {"image": encoder}
+
+
+def _encode_one(model: nn.Module, encoder: Encoder) -> None:
+    bare = on_meta(model)
+    dtype = next(bare.parameters()).dtype
+    tensors = encoder.inputs(model, encoder.one(model.config), None).tensors
+    slots = {
+        name: tensor[None].to("meta", dtype if tensor.is_floating_point() else None)
+        for name, tensor in tensors.items()
+    }
+    with torch.no_grad():
+        encoder.encode(bare, slots)
 
 
 def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Sizes) -> Inputs:
@@ -178,13 +244,13 @@ class Multimodal:
     """Packing of a vision-language model.
 
     Attributes:
-        parts: images or sounds, and the names of the tensors with slots for them.
+        parts: images or sounds, their encoder, and the names of the tensors with slots for them.
         has_positions: whether the batch's positions were made here.
         share: samples that share their slots.
         is_counted: whether the model is told how many images a sample has.
     """
 
-    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    parts: tuple[tuple[str, Encoder, tuple[str, ...]], ...]
     has_positions: bool
     share: int
     is_counted: bool
@@ -192,11 +258,12 @@ class Multimodal:
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
         """Call the model as it is, or so that its operations do not depend on the data."""
         own = {**tensors, "use_cache": False}
-        inputs = {part: {name: own.pop(name) for name in names} for part, names in self.parts}
+        inputs = {part: {name: own.pop(name) for name in names} for part, _, names in self.parts}
         counts = {part: own.pop(f"{part}_counts") for part in inputs}
         index = [own.pop(f"{part}_index") for part in inputs]
-        encoders = encoders_of(module)
-        own |= _samples_first(own, 0, 1)
+        encoders = {part: encoder for part, encoder, _ in self.parts}
+        if hasattr(module.model, "get_rope_index"):
+            own["position_ids"] = own["position_ids"].movedim(0, 1)
         if traced:
             outputs = {part: encoders[part].encode(module, inputs[part]) for part in inputs}
             with _gathered(module, index, self.share, outputs.pop("audio", None)) as extra:

@@ -22,6 +22,7 @@ from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 _SIZES = "image_grid_thw"
+_SPLIT: Any = torch.split
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class PackedPatches:
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
         vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        channels = getattr(vision, "in_channels", None) or vision.num_channels
+        width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         grids = torch.tensor([[1, merge, merge]])
         return {"pixel_values": torch.zeros(merge**2, width), _SIZES: grids}
 
@@ -120,8 +122,8 @@ class PackedPatches:
         pixels = flat.pop("pixel_values").type(visual.dtype)
         grids = torch.zeros(0, 3, dtype=torch.long)
         # The library parts features by image, and joins them again.
-        undivided = with_attributes([(torch, "split", _whole)])
-        with segmented(visual, flat.pop("image_shapes", None)), undivided:
+        joined = with_attributes([(torch, "split", _split)])
+        with segmented(visual, flat.pop("image_shapes", None)), joined:
             return model.model.get_image_features(pixels, grids, return_dict=True, **flat)
 
 
@@ -153,51 +155,31 @@ def _shaped(visual: nn.Module) -> set[Any]:
     return {type(part) for part in visual.modules() if "image_shapes" in _arguments(part)}
 
 
-def _whole(values: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-    return [values]
+def inside(segments: Tensor) -> list[tuple[Any, str, Any]]:
+    """Attributes by which attention of transformers stays inside of segments ``[slots, patches]``,
+    and lists of lengths without any entry leave a tensor undivided.
+    """
+    from transformers import AttentionInterface
 
-
-def _attention(segments: Tensor) -> Any:
-    """Attention of transformers inside of segments ``[slots, patches]``."""
     mask = segments[:, None, :, None] == segments[:, None, None, :]
 
     def attend(
-        _: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *__: Any,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **___: Any,
+        _: Any, *states: Any, scaling: float | None = None, dropout: float = 0.0, **__: Any
     ) -> tuple[Tensor, None]:
         query, key, value = (
-            part[0].reshape(part.shape[1], *segments.shape, -1).transpose(0, 1)
-            for part in (query, key, value)
+            state[0].reshape(state.shape[1], *segments.shape, -1).transpose(0, 1)
+            for state in states[:3]
         )
-        result = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        result = F.scaled_dot_product_attention(query, key, value, mask, **options)
         return result.transpose(1, 2).flatten(0, 1)[None], None
 
-    return attend
+    return [(AttentionInterface, "get_interface", lambda *_: attend), (torch, "split", _split)]
 
 
-class _ShapesByPatch:
-    """Sizes of the image of each patch, whichever images are asked for."""
-
-    def __init__(self, shapes: Any) -> None:
-        self.shapes = shapes
-
-    def __getitem__(self, index: tuple[Any, int]) -> Tensor:
-        sizes: Tensor = self.shapes[:, index[1]].clamp(min=1)  # of padding too
-        return sizes
+def _split(values: Tensor, sizes: Any, dim: int = 0) -> Any:
+    return _SPLIT(values, sizes, dim) if isinstance(sizes, int) or sizes else [values]
 
 
 @contextmanager
@@ -207,19 +189,13 @@ def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
     ``shapes`` are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders that
     interpolate positions themselves.
     """
-    from transformers import AttentionInterface
 
     def forward(plain: Any) -> Any:
         def attention(
             self: Any, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **rest: Any
         ) -> Any:
-            attend = _attention(cu_seqlens)
-            bounds = torch.zeros(1, dtype=torch.long)  # of no part
-            rules: list[tuple[Any, str, Any]] = [
-                (AttentionInterface, "get_interface", lambda *_: attend),
-                (torch, "split", _whole),
-            ]
-            with with_attributes(rules):
+            bounds = torch.zeros(1, dtype=torch.long)
+            with with_attributes(inside(cu_seqlens)):
                 return plain(self, hidden_states, bounds, *args, **rest)
 
         return attention
@@ -229,11 +205,12 @@ def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
         chosen = units.gather(1, index[..., None].expand(-1, -1, units.shape[-1]))
         return chosen.reshape(seq_len, -1)
 
-    def interpolating(plain: Any) -> Any:
-        def embed(self: Any, values: Tensor, lengths: Any, image_shapes: Any, *rest: Any) -> Any:
-            return plain(self, values, [0], _ShapesByPatch(shapes), *rest)
+    def by_patch(_: Any, index: tuple[Any, int]) -> Any:
+        return shapes[:, index[1]].clamp(min=1)  # type: ignore[index]  # also of padding
 
-        return embed
+    def interpolating(plain: Any) -> Any:
+        sizes = type("Sizes", (), {"__getitem__": by_patch})()
+        return lambda self, values, _, __, *places: plain(self, values, [0], sizes, *places)
 
     values: list[tuple[Any, str, Any]] = [
         (kind, "forward", forward(kind.forward))
