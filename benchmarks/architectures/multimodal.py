@@ -95,6 +95,12 @@ def small(name: str) -> nn.Module:
             vision_feature_layer=-1,
             vision_feature_select_strategy="full",
         ),
+        "LlavaNext": lambda: config(
+            text_config=llama,
+            vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
+            image_token_id=IMAGE,
+            image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]],
+        ),
         "Qwen2VL": lambda: config(
             text_config=_POSITIONS,
             vision_config={**_PATCHES, "embed_dim": 16},
@@ -211,6 +217,7 @@ def small(name: str) -> nn.Module:
         },
         image_token_id=IMAGE,
     )
+    made["LlavaNextVideo"] = made["LlavaNext"]
     for pixtral in ("Mistral3", "LightOnOcr"):
         made[pixtral] = lambda: config(
             text_config={**_TEXT, "model_type": "mistral" if name == "Mistral3" else "qwen3"},
@@ -235,7 +242,7 @@ NAMES = (
     "Qwen2_5OmniThinker", "PaliGemma", "InternVL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
     "VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "Ovis2", "QianfanOCR",
     "Glm4v", "Glm4vMoe", "GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker",
-    "Mistral3", "LightOnOcr", "VideoLlava",
+    "Mistral3", "LightOnOcr", "VideoLlava", "LlavaNext", "LlavaNextVideo",
 )  # fmt: skip
 
 
@@ -313,7 +320,7 @@ def ragged(
         ).view(count, 2)
         tokens = (own["image_sizes"] // 8).prod(1).tolist()
         shape = (count, 3, 16, 24)
-    elif name == "LlavaOnevision":
+    elif name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision"):
         # The image as a whole, and tiles, of 2 x 2 features each, with a line break a row.
         known = {(16, 32): 14, (16, 16): 10, (32, 32): 24, (12, 32): 14}
         chosen = [choose(list(known) if mixed else [(16, 32)]) for _ in range(count)]

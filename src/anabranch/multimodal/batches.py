@@ -34,11 +34,11 @@ Encoder = VisionTower | PackedPatches | Sounds
 
 _KINDS: tuple[tuple[str, Encoder], ...] = (
     ("image_grid_thw", PackedPatches()),
-    ("batch_num_images", Packed()),
+    ("pack_image_features", Packed()),
     ("pixel_attention_mask", Tiled()),
     ("pixel_values", VisionTower()),
 )
-"""Argument of ``get_image_features`` -> encoder; the first argument that there is decides."""
+"""Argument of ``get_image_features``, or method -> encoder; the first that there is decides."""
 
 _ENCODERS: WeakKeyDictionary[nn.Module, dict[str, Encoder]] = WeakKeyDictionary()
 """Model -> its encoders, which have run on the meta device."""
@@ -67,7 +67,7 @@ def multimodal_batch(
         images: slots of a sample, or the numbers of slots that the workload has buckets for, of
             which the least that will do is taken; by default as many as the batch needs.
         patches: likewise the patches of a slot, for models that take packed patches, and its tiles,
-            for LLaVA-OneVision.
+            for LLaVA-NeXT and LLaVA-OneVision.
         sounds, chunks: likewise for sounds.
         share: samples of a micro-batch that share their slots, of which there are ``images`` per
             sample on average then; a micro-batch of every stage is a multiple of it.
@@ -140,8 +140,13 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
         try:
             found = _chosen(model)
             for encoder in found.values():
-                if not isinstance(encoder, Tiled):  # which asks for values, so not on meta
-                    _encode_one(model, encoder)
+                one = encoder.inputs(model, encoder.one(model.config), None).tensors
+                if isinstance(
+                    encoder, PackedPatches | Sounds | Sized
+                ):  # or it has counted features
+                    slots = {name: tensor[None].to("meta") for name, tensor in one.items()}
+                    with torch.no_grad():
+                        encoder.encode(on_meta(model), slots)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             why = error if isinstance(error, DataError) else f"its encoder takes no slots: {text}"
@@ -164,7 +169,7 @@ def _chosen(model: nn.Module) -> dict[str, Encoder]:
     given = _arguments(model, "image")
     if not given or "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
         raise DataError("its forward takes no mm_encoder_outputs, as of transformers 5.23")
-    encoder = next(encoder for argument, encoder in _KINDS if argument in given)
+    encoder = next(e for name, e in _KINDS if name in given or hasattr(model.model, name))
     if pixtral_tower(model) is not None:
         encoder = Sized()
     empty = inspect.Parameter.empty
@@ -175,18 +180,6 @@ def _chosen(model: nn.Module) -> dict[str, Encoder]:
     has_chunks = hasattr(sys.modules[type(tower).__module__], "chunk_and_pad_features")
     sounds: dict[str, Encoder] = {"audio": Sounds()}
     return (sounds if has_chunks and hasattr(tower, "conv1") else {}) | {"image": encoder}
-
-
-def _encode_one(model: nn.Module, encoder: Encoder) -> None:
-    bare = on_meta(model)
-    dtype = next(bare.parameters()).dtype
-    tensors = encoder.inputs(model, encoder.one(model.config), None).tensors
-    slots = {
-        name: tensor[None].to("meta", dtype if tensor.is_floating_point() else None)
-        for name, tensor in tensors.items()
-    }
-    with torch.no_grad():
-        encoder.encode(bare, slots)
 
 
 def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Sizes) -> Inputs:

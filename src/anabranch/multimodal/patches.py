@@ -122,8 +122,7 @@ class PackedPatches:
         pixels = flat.pop("pixel_values").type(visual.dtype)
         grids = torch.zeros(0, 3, dtype=torch.long)
         # The library parts features by image, and joins them again.
-        joined = with_attributes([(torch, "split", _split)])
-        with segmented(visual, flat.pop("image_shapes", None)), joined:
+        with segmented(visual, flat.pop("image_shapes", None)), with_attributes([UNDIVIDED]):
             return model.model.get_image_features(pixels, grids, return_dict=True, **flat)
 
 
@@ -156,8 +155,8 @@ def _shaped(visual: nn.Module) -> set[Any]:
 
 
 def inside(segments: Tensor) -> list[tuple[Any, str, Any]]:
-    """Attributes by which attention of transformers stays inside of segments ``[slots, patches]``,
-    and lists of lengths without any entry leave a tensor undivided.
+    """Attributes by which attention of transformers stays inside of segments ``[slots, patches]``
+    of tensors that are ``UNDIVIDED``.
     """
     from transformers import AttentionInterface
 
@@ -175,11 +174,15 @@ def inside(segments: Tensor) -> list[tuple[Any, str, Any]]:
         result = F.scaled_dot_product_attention(query, key, value, mask, **options)
         return result.transpose(1, 2).flatten(0, 1)[None], None
 
-    return [(AttentionInterface, "get_interface", lambda *_: attend), (torch, "split", _split)]
+    return [(AttentionInterface, "get_interface", lambda *_: attend), UNDIVIDED]
 
 
 def _split(values: Tensor, sizes: Any, dim: int = 0) -> Any:
     return _SPLIT(values, sizes, dim) if isinstance(sizes, int) or sizes else [values]
+
+
+UNDIVIDED: tuple[Any, str, Any] = (torch, "split", _split)
+"""Attribute by which a list of lengths without any entry leaves a tensor undivided."""
 
 
 @contextmanager

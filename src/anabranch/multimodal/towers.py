@@ -6,6 +6,7 @@ token reads their features, so they change nothing but the time.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.errors import DataError
 from anabranch.graph.module_state import on_meta, with_attributes
-from anabranch.multimodal.patches import inside
+from anabranch.multimodal.patches import UNDIVIDED, inside
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 _FEATURES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], int]] = WeakKeyDictionary()
@@ -118,8 +119,8 @@ class Tiled(VisionTower):
 
 @dataclass(frozen=True)
 class Packed(VisionTower):
-    """LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features are arranged
-    by the size of the whole image and parted by a learned line break.
+    """LLaVA-NeXT and LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features
+    are arranged by the size of the whole image and parted by a learned line break.
     """
 
     names = ("pixel_values", "image_sizes", "batch_num_images")
@@ -163,18 +164,15 @@ class Packed(VisionTower):
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Encode the tiles of all slots; rows are arranged where tokens read them."""
-        inner, config = model.model, model.config
-        pixels = tensors["pixel_values"]
-        samples = pixels.shape[0]
-        layers = config.vision_feature_layer
-        outputs = inner.vision_tower(
-            pixels.flatten(0, 2), output_hidden_states=True, return_dict=True
-        )
-        numbers = [layers] if isinstance(layers, int) else layers
-        chosen = torch.cat([outputs.hidden_states[number] for number in numbers], dim=-1)
-        if config.vision_feature_select_strategy == "default":
-            chosen = chosen[:, 1:]
-        features = inner.multi_modal_projector(chosen)
+        inner, pixels = model.model, tensors["pixel_values"]
+        samples, sizes = pixels.shape[0], torch.zeros(0, 2, dtype=torch.long)
+        rules = [
+            (type(inner), "pack_image_features", lambda _, parts, *__, **___: (parts, None)),
+            UNDIVIDED,
+        ]
+        with with_attributes(rules):
+            outputs = inner.get_image_features(pixels.flatten(0, 2), sizes, return_dict=True)
+        (features,) = outputs.pooler_output
         rows = features.reshape(samples, -1, features.shape[-1])
         newline = inner.image_newline.expand(samples, 1, -1).to(rows)
         outputs.pooler_output = [torch.cat([rows, newline], dim=1).flatten(0, 1)]
@@ -280,12 +278,11 @@ def _arranged(model: Any, index: Tensor, size: Tensor, image: int) -> Tensor:
             "(image_grid_pinpoints)"
         )
 
+    pack, config = model.model.pack_image_features, model.config
+    names = ("vision_aspect_ratio", "vision_feature_select_strategy")
+    options = {n: getattr(config, n) for n in names if n in inspect.signature(pack).parameters}
     with with_attributes([(F, "interpolate", refuse)]):
-        (rows,), _ = model.model.pack_image_features(
-            [index],
-            size[None],
-            image_newline=torch.tensor([-1.0], dtype=index.dtype),
-            vision_aspect_ratio=model.config.vision_aspect_ratio,
-        )
+        newline = torch.tensor([-1.0], dtype=index.dtype)
+        (rows,), _ = pack([index], size[None], image_newline=newline, **options)
     taken: Tensor = rows[:, 0].long()
     return taken
