@@ -25,9 +25,19 @@ ALIKE = {
     "Qwen3_5": "reads images as Qwen3VL does",
     "Qwen3_5Moe": "likewise, with the experts of Qwen2Moe",
     **dict.fromkeys(
-        ("VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2"),
+        (
+            *("VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2"),
+            *("Ovis2", "QianfanOCR", "VideoLlava"),
+        ),
         "has a projection behind its own tower, as Llava has",
     ),
+    **dict.fromkeys(
+        ("GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker"),
+        "reads packed patches as Qwen2.5-Omni does",
+    ),
+    "Glm4vMoe": "reads images as Glm4v does",
+    "LightOnOcr": "has the tower of Mistral3",
+    **dict.fromkeys(("LlavaNext", "LlavaNextVideo"), "arranges tiles as LlavaOnevision does"),
 }
 """Model beside images that others stand for -> why. ``tests/multimodal/test_batches.py`` compares
 what is traced with every model's own forward.
