@@ -35,7 +35,9 @@ ALIKE = {
         ("GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker"),
         "reads packed patches as Qwen2.5-Omni does",
     ),
-    "Glm4vMoe": "reads images as Glm4v does",
+    **dict.fromkeys(
+        ("Glm4v", "Glm4vMoe"), "looks up positions patch by patch, else reads as Qwen2.5-Omni does"
+    ),
     "LightOnOcr": "has the tower of Mistral3",
     **dict.fromkeys(("LlavaNext", "LlavaNextVideo"), "arranges tiles as LlavaOnevision does"),
 }
