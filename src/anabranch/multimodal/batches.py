@@ -141,9 +141,8 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
             found = _chosen(model)
             for encoder in found.values():
                 one = encoder.inputs(model, encoder.one(model.config), None).tensors
-                if isinstance(
-                    encoder, PackedPatches | Sounds | Sized
-                ):  # or it has counted features
+                # The others have counted the features of an image, or ask for values.
+                if isinstance(encoder, PackedPatches | Sounds | Sized):
                     slots = {name: tensor[None].to("meta") for name, tensor in one.items()}
                     with torch.no_grad():
                         encoder.encode(on_meta(model), slots)
