@@ -86,7 +86,7 @@ def ragged_batches(name: str, count: int = 3) -> dict[str, Any]:
         torch.manual_seed(0)
         module = multimodal.small(name)
         set_dropout(module, 0.0)
-        length, patches = 128, 5 if name == "LlavaOnevision" else 64
+        length, patches = 128, 5 if "Next" in name or "One" in name else 64
 
         def packed(own: multimodal.Own, images: int | tuple[int, ...]) -> PackedBatch:
             return multimodal_batch(module, own, images=images, patches=patches)

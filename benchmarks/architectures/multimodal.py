@@ -40,6 +40,10 @@ _EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "shared_expert_intermediate_size": 16,
 }
+_EXPERTS_OF_GLM = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
 _LINEAR = {
     **{"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 2},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
@@ -91,6 +95,12 @@ def small(name: str) -> nn.Module:
             vision_feature_layer=-1,
             vision_feature_select_strategy="full",
         ),
+        "LlavaNext": lambda: config(
+            text_config=llama,
+            vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
+            image_token_id=IMAGE,
+            image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]],
+        ),
         "Qwen2VL": lambda: config(
             text_config=_POSITIONS,
             vision_config={**_PATCHES, "embed_dim": 16},
@@ -126,6 +136,12 @@ def small(name: str) -> nn.Module:
     siglip = transformers.SiglipVisionConfig(**_VISION, vision_use_head=False)
     cohere = transformers.Cohere2Config(**_TEXT)
     made |= {
+        "VideoLlava": lambda: config(
+            text_config=llama,
+            vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
+            image_token_id=IMAGE,
+            video_token_id=6,
+        ),
         "VipLlava": lambda: config(
             text_config=llama,
             vision_config=transformers.CLIPVisionConfig(**_VISION, projection_dim=16),
@@ -157,6 +173,58 @@ def small(name: str) -> nn.Module:
             image_token_id=IMAGE,
         ),
     }
+    glm = {**_POSITIONS, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}}
+    for packed in ("Glm4v", "GlmOcr", "Glm4vMoe"):
+        made[packed] = lambda: config(
+            text_config=glm | (_EXPERTS_OF_GLM if name == "Glm4vMoe" else {}),
+            vision_config={**_PATCHES, **_WINDOWS, "image_size": 16},
+            **_TOKENS,
+            **{"image_start_token_id": START, "image_end_token_id": END},
+        )
+    made["Exaone4_5_"] = lambda: config(
+        text_config={**_TEXT, "model_type": "exaone4"},
+        vision_config={
+            **{**_PATCHES, **_WINDOWS, "fullatt_block_indexes": [1]},
+            "num_key_value_heads": 1,
+        },
+        **_TOKENS,
+    )
+    made["HyperCLOVAXVisionV2"] = lambda: config(
+        text_config=_TEXT,
+        vision_config={**_PATCHES, **_WINDOWS, "fullatt_block_indexes": [1]},
+        **_TOKENS,
+    )
+    made["Qwen3OmniMoeThinker"] = lambda: config(
+        text_config={**_POSITIONS, **_EXPERTS, "head_dim": 8},
+        vision_config=_TABLE,
+        audio_config=dict(_SOUNDS),
+        **_TOKENS,
+        **_BOUNDS,
+        audio_token_id=SOUND,
+    )
+    made["Ovis2"] = lambda: config(
+        text_config=transformers.Qwen2Config(**_TEXT),
+        vision_config={**_VISION, "hidden_stride": 1, "vocab_size": 32},
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[START, END],
+        hidden_size=16,
+    )
+    made["QianfanOCR"] = lambda: config(
+        text_config=transformers.Qwen2Config(**_TEXT),
+        vision_config={
+            **{**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+            "drop_path_rate": 0.0,
+        },
+        image_token_id=IMAGE,
+    )
+    made["LlavaNextVideo"] = made["LlavaNext"]
+    for pixtral in ("Mistral3", "LightOnOcr"):
+        made[pixtral] = lambda: config(
+            text_config={**_TEXT, "model_type": "mistral" if name == "Mistral3" else "qwen3"},
+            vision_config={**_VISION, "image_size": 32, "patch_size": 4, "model_type": "pixtral"},
+            image_token_id=IMAGE,
+            spatial_merge_size=2,
+        )
     for tiled in ("Idefics3", "SmolVLM"):
         made[tiled] = lambda: config(
             text_config=llama, vision_config=dict(_VISION), image_token_id=IMAGE, scale_factor=2
@@ -164,7 +232,7 @@ def small(name: str) -> nn.Module:
     model = getattr(transformers, f"{name}ForConditionalGeneration")(made[name]())
     if name == "Gemma3":  # which begins with zeros here
         nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
-    if name.endswith("Moe"):
+    if "Moe" in name:
         model.set_experts_implementation("batched_mm")  # which knows double precision
     return model.train()
 
@@ -172,7 +240,9 @@ def small(name: str) -> nn.Module:
 NAMES = (
     "Llava", "LlavaOnevision", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3",
     "Qwen2_5OmniThinker", "PaliGemma", "InternVL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
-    "VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2",
+    "VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "Ovis2", "QianfanOCR",
+    "Glm4v", "Glm4vMoe", "GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker",
+    "Mistral3", "LightOnOcr", "VideoLlava", "LlavaNext", "LlavaNextVideo",
 )  # fmt: skip
 
 
@@ -236,13 +306,21 @@ def ragged(
     count = sum(images)
     own: Own = {}
     tokens = [4] * count
-    if name.startswith("Qwen"):
+    if name.startswith(("Qwen", "Glm", "Exaone", "HyperCLOVAX")):
         sizes = [[1, 4, 4], [1, 4, 8], [1, 8, 8], [2, 4, 4]] if mixed else [[1, 4, 4]]
+        if name.startswith("Glm4v"):
+            sizes = sizes[:3]  # the library counts frames as images
         grids = torch.tensor([choose(sizes) for _ in range(count)]).view(count, 3)
         tokens = (grids.prod(1) // 4).tolist()
         own["image_grid_thw"] = grids
         shape: tuple[int, ...] = (4 * sum(tokens), 96)
-    elif name == "LlavaOnevision":
+    elif name in ("Mistral3", "LightOnOcr"):
+        own["image_sizes"] = torch.tensor(
+            [choose([[16, 16], [16, 8], [8, 24]] if mixed else [[16, 16]]) for _ in range(count)]
+        ).view(count, 2)
+        tokens = (own["image_sizes"] // 8).prod(1).tolist()
+        shape = (count, 3, 16, 24)
+    elif name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision"):
         # The image as a whole, and tiles, of 2 x 2 features each, with a line break a row.
         known = {(16, 32): 14, (16, 16): 10, (32, 32): 24, (12, 32): 14}
         chosen = [choose(list(known) if mixed else [(16, 32)]) for _ in range(count)]
@@ -255,7 +333,7 @@ def ragged(
     else:
         if name in ("AyaVision", "Cohere2Vision", "GotOcr2"):
             tokens = [1] * count
-        side = {"InternVL": 32, "GotOcr2": 64}.get(name, 16)
+        side = {"InternVL": 32, "QianfanOCR": 32, "GotOcr2": 64}.get(name, 16)
         shape = (count, 3, side, side)
     own["pixel_values"] = torch.randn(shape, generator=generator)
     ids = torch.randint(8, WORDS, (len(images), length), generator=generator)
@@ -276,7 +354,7 @@ def ragged(
         own = {key: value for key, value in own.items() if key.startswith(("input_f", "feature"))}
     if name in ("Gemma3", "PaliGemma"):
         own["token_type_ids"] = (ids == IMAGE).long()
-    elif name.startswith("Qwen") and name != "Qwen2_5OmniThinker":
+    elif name.startswith(("Qwen", "Glm")) and name != "Qwen2_5OmniThinker":
         own["mm_token_type_ids"] = (ids == IMAGE).long()
     is_other = (ids == IMAGE) | (ids == SOUND) & (name == "Qwen2_5OmniThinker")
     labels = ids.masked_fill(is_other, -100)

@@ -25,9 +25,21 @@ ALIKE = {
     "Qwen3_5": "reads images as Qwen3VL does",
     "Qwen3_5Moe": "likewise, with the experts of Qwen2Moe",
     **dict.fromkeys(
-        ("VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2"),
+        (
+            *("VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2"),
+            *("Ovis2", "QianfanOCR", "VideoLlava"),
+        ),
         "has a projection behind its own tower, as Llava has",
     ),
+    **dict.fromkeys(
+        ("GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker"),
+        "reads packed patches as Qwen2.5-Omni does",
+    ),
+    **dict.fromkeys(
+        ("Glm4v", "Glm4vMoe"), "looks up positions patch by patch, else reads as Qwen2.5-Omni does"
+    ),
+    "LightOnOcr": "has the tower of Mistral3",
+    **dict.fromkeys(("LlavaNext", "LlavaNextVideo"), "arranges tiles as LlavaOnevision does"),
 }
 """Model beside images that others stand for -> why. ``tests/multimodal/test_batches.py`` compares
 what is traced with every model's own forward.

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
-from anabranch.graph.module_state import with_attributes
+from anabranch.graph.module_state import on_meta, with_attributes
 from anabranch.multimodal.patches import PackedPatches
 from anabranch.multimodal.slots import (
     Inputs,
@@ -27,25 +28,20 @@ from anabranch.multimodal.slots import (
     take_rows,
 )
 from anabranch.multimodal.sounds import Sounds
-from anabranch.multimodal.towers import Packed, Tiled, VisionTower
+from anabranch.multimodal.towers import Packed, Sized, Tiled, VisionTower, pixtral_tower
 
 Encoder = VisionTower | PackedPatches | Sounds
 
-_TOWERS = "llava gemma3 paligemma internvl vipllava aya_vision cohere2_vision deepseek_vl got_ocr2"
-_TABLES = "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe"
+_KINDS: tuple[tuple[str, Encoder], ...] = (
+    ("image_grid_thw", PackedPatches()),
+    ("pack_image_features", Packed()),
+    ("pixel_attention_mask", Tiled()),
+    ("pixel_values", VisionTower()),
+)
+"""Argument of ``get_image_features``, or method -> encoder; the first that there is decides."""
 
-FAMILIES: Mapping[str, Mapping[str, Encoder]] = {
-    **{kind: {"image": VisionTower()} for kind in _TOWERS.split()},
-    "llava_onevision": {"image": Packed()},
-    "idefics3": {"image": Tiled()},
-    "smolvlm": {"image": Tiled()},
-    "qwen2_vl": {"image": PackedPatches()},
-    "qwen2_5_vl": {"image": PackedPatches(has_windows=True)},
-    **{kind: {"image": PackedPatches(has_table=True)} for kind in _TABLES.split()},
-    "qwen2_5_omni_thinker": {"audio": Sounds(), "image": PackedPatches(has_windows=True)},
-}
-"""``model_type`` of a configuration of transformers -> how its inputs are encoded, in the order in
-which the model takes them."""
+_ENCODERS: WeakKeyDictionary[nn.Module, dict[str, Encoder]] = WeakKeyDictionary()
+"""Model -> its encoders, which have run on the meta device."""
 
 
 def multimodal_batch(
@@ -71,7 +67,7 @@ def multimodal_batch(
         images: slots of a sample, or the numbers of slots that the workload has buckets for, of
             which the least that will do is taken; by default as many as the batch needs.
         patches: likewise the patches of a slot, for models that take packed patches, and its tiles,
-            for LLaVA-OneVision.
+            for LLaVA-NeXT and LLaVA-OneVision.
         sounds, chunks: likewise for sounds.
         share: samples of a micro-batch that share their slots, of which there are ``images`` per
             sample on average then; a micro-batch of every stage is a multiple of it.
@@ -83,23 +79,18 @@ def multimodal_batch(
             tokens than of features, which would move into the next sample.
     """
     config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", type(model).__name__)
-    if kind not in FAMILIES:
-        raise DataError(
-            f"multimodal_batch does not know {type(model).__name__} ({kind}); it knows "
-            f"{', '.join(FAMILIES)} of transformers. Give the patches or images of each sample in "
-            "a dimension of their own, or Workload rows={...}, see docs/multimodal.md"
-        )
-    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
-        raise DataError(
-            f"multimodal_batch needs transformers 5.23 or later: {type(model).__name__} of the "
-            "version here does not take features that are encoded outside of it"
-        )
+    encoders = _encoders_of(model)
     own: dict[str, Any] = dict(batch)
     if "pixel_values_videos" in own:
         raise DataError("multimodal_batch takes images; give a video as images, one per frame")
     sizes = {"image": (images, patches), "audio": (sounds, chunks)}
-    encoders = FAMILIES[kind]
+    for part in sizes:
+        taken = encoders[part].names if part in encoders else ()
+        if others := [n for n in _arguments(model, part) if n in own and n not in taken]:
+            raise DataError(
+                f"{type(model).__name__} was given {', '.join(others)}, which multimodal_batch "
+                f"does not cut by samples; it takes {', '.join(taken) or f'no {part}'}"
+            )
     names = (name for encoder in encoders.values() for name in encoder.names)
     given = {name: own.pop(name) for name in names if name in own}
     inputs_of: dict[str, Inputs] = {}
@@ -113,7 +104,7 @@ def multimodal_batch(
             continue
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
         counts[part] = shared_out(tokens, inputs_of[part], part)
-    has_positions = any(isinstance(encoder, PackedPatches) for encoder in encoders.values())
+    has_positions = hasattr(model.model, "get_rope_index")
     made = has_positions and "position_ids" not in own
     if made:
         own["position_ids"] = _positions(model, own, given, counts.get("image"))
@@ -123,8 +114,7 @@ def multimodal_batch(
         order = dealt(costs, share, by_cost=balance == "cost" and share > 1)
         own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
     packing = Multimodal(
-        kind,
-        tuple((part, tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
+        tuple((part, encoders[part], tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
         made,
         share,
         "batch_num_images" in given,
@@ -140,6 +130,55 @@ def multimodal_batch(
         tensors |= {name: held.put(t, slots) for name, t in dealt_out.tensors.items()}
         tensors |= {f"{part}_counts": held.counts, f"{part}_index": rows}
     return PackedBatch(own | tensors, packing)
+
+
+def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
+    """Encoders of images and sounds, in the order in which a model takes them; DataError for a
+    model that takes no encoded images, or whose images it cannot encode slot by slot.
+    """
+    if model not in _ENCODERS:
+        try:
+            found = _chosen(model)
+            for encoder in found.values():
+                one = encoder.inputs(model, encoder.one(model.config), None).tensors
+                # The others have counted the features of an image, or ask for values.
+                if isinstance(encoder, PackedPatches | Sounds | Sized):
+                    slots = {name: tensor[None].to("meta") for name, tensor in one.items()}
+                    with torch.no_grad():
+                        encoder.encode(on_meta(model), slots)
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            why = error if isinstance(error, DataError) else f"its encoder takes no slots: {text}"
+            raise DataError(
+                f"multimodal_batch does not know {type(model).__name__} ({why}); give the patches "
+                "or images of each sample in a dimension of their own, or Workload rows={...}, see "
+                "docs/multimodal.md"
+            ) from error
+        _ENCODERS[model] = found
+    return _ENCODERS[model]
+
+
+def _arguments(model: Any, part: str) -> Mapping[str, inspect.Parameter]:
+    """Arguments of the method that encodes images or sounds; none where a model has no such."""
+    method = getattr(getattr(model, "model", None), f"get_{part}_features", None)
+    return {} if method is None else inspect.signature(method).parameters
+
+
+def _chosen(model: nn.Module) -> dict[str, Encoder]:
+    given = _arguments(model, "image")
+    if not given or "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        raise DataError("its forward takes no mm_encoder_outputs, as of transformers 5.23")
+    encoder = next(e for name, e in _KINDS if name in given or hasattr(model.model, name))
+    if pixtral_tower(model) is not None:
+        encoder = Sized()
+    empty = inspect.Parameter.empty
+    required = (n for n, value in given.items() if value.default is empty and value.kind < 2)
+    if others := [name for name in required if name not in encoder.names]:
+        raise DataError(f"its images come with {', '.join(others)}")
+    tower: Any = getattr(model.model, "audio_tower", None)
+    has_chunks = hasattr(sys.modules[type(tower).__module__], "chunk_and_pad_features")
+    sounds: dict[str, Encoder] = {"audio": Sounds()}
+    return (sounds if has_chunks and hasattr(tower, "conv1") else {}) | {"image": encoder}
 
 
 def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Sizes) -> Inputs:
@@ -162,10 +201,11 @@ def _positions(
     tokens = own["input_ids"]
     options: dict[str, Any] = {"image_grid_thw": given.get("image_grid_thw")}
     own.setdefault("attention_mask", torch.ones_like(tokens))
-    if model.config.model_type == "qwen2_5_omni_thinker":
+    taken = inspect.signature(model.model.get_rope_index).parameters
+    if "audio_seqlens" in taken:
         mask = given.get("feature_attention_mask")
         options["audio_seqlens"] = None if mask is None else mask.sum(1)
-    else:
+    if "mm_token_type_ids" in taken:
         is_image = (tokens == model.config.image_token_id).long()
         options["mm_token_type_ids"] = own.setdefault("mm_token_type_ids", is_image)
     positions: Tensor
@@ -196,15 +236,13 @@ class Multimodal:
     """Packing of a vision-language model.
 
     Attributes:
-        kind: of the family.
-        parts: images or sounds, and the names of the tensors with slots for them.
+        parts: images or sounds, their encoder, and the names of the tensors with slots for them.
         has_positions: whether the batch's positions were made here.
         share: samples that share their slots.
         is_counted: whether the model is told how many images a sample has.
     """
 
-    kind: str
-    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    parts: tuple[tuple[str, Encoder, tuple[str, ...]], ...]
     has_positions: bool
     share: int
     is_counted: bool
@@ -212,11 +250,11 @@ class Multimodal:
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
         """Call the model as it is, or so that its operations do not depend on the data."""
         own = {**tensors, "use_cache": False}
-        inputs = {part: {name: own.pop(name) for name in names} for part, names in self.parts}
+        inputs = {part: {name: own.pop(name) for name in names} for part, _, names in self.parts}
         counts = {part: own.pop(f"{part}_counts") for part in inputs}
         index = [own.pop(f"{part}_index") for part in inputs]
-        encoders = FAMILIES[self.kind]
-        if any(isinstance(encoder, PackedPatches) for encoder in encoders.values()):
+        encoders = {part: encoder for part, encoder, _ in self.parts}
+        if hasattr(module.model, "get_rope_index"):
             own["position_ids"] = own["position_ids"].movedim(0, 1)
         if traced:
             outputs = {part: encoders[part].encode(module, inputs[part]) for part in inputs}

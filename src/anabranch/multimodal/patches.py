@@ -7,14 +7,14 @@ interpolation come from the library's own functions, relative to the image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.errors import DataError
@@ -22,32 +22,29 @@ from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 _SIZES = "image_grid_thw"
+_SPLIT: Any = torch.split
 
 
 @dataclass(frozen=True)
 class PackedPatches:
-    """Models with patches ``[patches of all images, values]`` and ``image_grid_thw``.
-
-    Attributes:
-        has_windows: whether attention is inside of windows in most layers.
-        has_table: whether positions are interpolated from a table.
+    """Models with patches ``[patches of all images, values]`` and ``image_grid_thw``; attention may
+    be inside of windows, positions may be interpolated.
     """
 
     token = "image_token_id"
     names = ("pixel_values", _SIZES)
-    has_windows: bool = False
-    has_table: bool = False
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
         vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        channels = getattr(vision, "in_channels", None) or vision.num_channels
+        width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         grids = torch.tensor([[1, merge, merge]])
         return {"pixel_values": torch.zeros(merge**2, width), _SIZES: grids}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images, each with positions and segments of its patches."""
-        visual, pixels = model.model.visual, batch["pixel_values"]
+        visual, pixels = _visual(model), batch["pixel_values"]
         grids, unit = self._grids(model, batch), visual.spatial_merge_size**2
         lengths = grids.prod(-1).tolist()
         needed = most(max(lengths, default=0), size, "patches in an image", "patches")
@@ -84,17 +81,19 @@ class PackedPatches:
         unit = merge**2
         result = {
             "image_position_ids": vision_utils.get_vision_position_ids(grid, merge),
-            "image_segments": _segments(vision_utils.get_vision_cu_seqlens(grid)),
+            "image_cu_seqlens": _segments(vision_utils.get_vision_cu_seqlens(grid)),
         }
+        if _shaped(visual):
+            result["image_shapes"] = grid.expand(int(grid.prod()), -1)
         rows = torch.arange(int(grid.prod()) // unit)
-        if self.has_windows:
+        if hasattr(visual, "permute_input_for_window_attn"):
             index, bounds = vision_utils.get_vision_window_index(
                 grid, merge, visual.window_size, visual.patch_size
             )
             result["image_window_index"] = index
-            result["image_window_segments"] = _segments(bounds)
+            result["image_cu_window_seqlens"] = _segments(bounds)
             rows = torch.argsort(index)
-        if self.has_table:
+        if hasattr(visual, "num_grid_per_side"):
             taps, weights = vision_utils.get_vision_interpolation_indices_and_weights(
                 grid,
                 num_grid_per_side=visual.num_grid_per_side,
@@ -114,26 +113,26 @@ class PackedPatches:
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Encode the patches of all slots with the library's own forward."""
-        visual = model.model.visual
+        visual = _visual(model)
         flat = {
-            name.removeprefix("image_"): tensor.flatten(0, 1)
+            name: tensor.flatten(0, 1 if "window" in name or "seqlens" in name else 2)
             for name, tensor in tensors.items()
-            if name.startswith("image_") and name not in (_SIZES, "image_index")
+            if name != _SIZES
         }
-        segments = flat.pop("segments")
-        arguments = {n: tensor.flatten(0, 1) for n, tensor in flat.items() if "window" not in n}
-        if self.has_windows:
-            arguments["window_index"] = flat["window_index"]
-            arguments["cu_window_seqlens"] = flat["window_segments"]
-        pixels = tensors["pixel_values"].flatten(0, 2).type(visual.dtype)
-        with segmented(visual):
-            outputs = visual(
-                pixels, grid_thw=None, cu_seqlens=segments, return_dict=True, **arguments
-            )
-        outputs.pooler_output = [outputs.pooler_output]
-        if hasattr(outputs, "deepstack_features"):
-            outputs.deepstack_features = [[part] for part in outputs.deepstack_features]
-        return outputs
+        pixels = flat.pop("pixel_values").type(visual.dtype)
+        grids = torch.zeros(0, 3, dtype=torch.long)
+        # The library parts features by image, and joins them again.
+        with segmented(visual, flat.pop("image_shapes", None)), with_attributes([UNDIVIDED]):
+            return model.model.get_image_features(pixels, grids, return_dict=True, **flat)
+
+
+def _visual(model: Any) -> Any:
+    """The module that encodes patches, which takes the sizes of images."""
+    return next(part for part in model.model.children() if "grid_thw" in _arguments(part))
+
+
+def _arguments(module: nn.Module) -> Collection[str]:
+    return inspect.signature(module.forward).parameters
 
 
 def _segments(bounds: Tensor) -> Tensor:
@@ -146,43 +145,82 @@ def _padded(name: str, value: Tensor, size: int) -> Tensor:
     extra = size - len(value)
     if name == "image_window_index":
         return torch.cat([value, torch.arange(len(value), size)])
-    fill = -1 if "segments" in name else 0
+    fill = -1 if "seqlens" in name else 0
     return F.pad(value, (*(0, 0) * (value.dim() - 1), 0, extra), value=fill)
 
 
+def _shaped(visual: nn.Module) -> set[Any]:
+    """Classes of an encoder's parts that look up the size of each patch's image."""
+    return {type(part) for part in visual.modules() if "image_shapes" in _arguments(part)}
+
+
+def inside(segments: Tensor) -> list[tuple[Any, str, Any]]:
+    """Attributes by which attention of transformers stays inside of segments ``[slots, patches]``
+    of tensors that are ``UNDIVIDED``.
+    """
+    from transformers import AttentionInterface
+
+    mask = segments[:, None, :, None] == segments[:, None, None, :]
+
+    def attend(
+        _: Any, *states: Any, scaling: float | None = None, dropout: float = 0.0, **__: Any
+    ) -> tuple[Tensor, None]:
+        query, key, value = (
+            state[0].reshape(state.shape[1], *segments.shape, -1).transpose(0, 1)
+            for state in states[:3]
+        )
+        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        result = F.scaled_dot_product_attention(query, key, value, mask, **options)
+        return result.transpose(1, 2).flatten(0, 1)[None], None
+
+    return [(AttentionInterface, "get_interface", lambda *_: attend), UNDIVIDED]
+
+
+def _split(values: Tensor, sizes: Any, dim: int = 0) -> Any:
+    return _SPLIT(values, sizes, dim) if isinstance(sizes, int) or sizes else [values]
+
+
+UNDIVIDED: tuple[Any, str, Any] = (torch, "split", _split)
+"""Attribute by which a list of lengths without any entry leaves a tensor undivided."""
+
+
 @contextmanager
-def segmented(encoder: Any) -> Iterator[None]:
+def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
     """Inside, attention of an encoder is given segments ``[slots, patches]`` in place of bounds,
     windows are indices relative to their slot, and nothing is put back into order after them.
+    ``shapes`` are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders that
+    interpolate positions themselves.
     """
-    from transformers.exporters import exporter_dynamo
 
-    attend = F.scaled_dot_product_attention
+    def forward(plain: Any) -> Any:
+        def attention(
+            self: Any, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **rest: Any
+        ) -> Any:
+            bounds = torch.zeros(1, dtype=torch.long)
+            with with_attributes(inside(cu_seqlens)):
+                return plain(self, hidden_states, bounds, *args, **rest)
 
-    def forward(
-        self: Any, hidden_states: Tensor, cu_seqlens: Tensor, max_seqlen: Any = None, **rest: Any
-    ) -> Any:
-        mask = cu_seqlens[:, None, :, None] == cu_seqlens[:, None, None, :]
-        # As many segments as slots, all of one length: what the library's own patch is for.
-        bounds = torch.empty(cu_seqlens.shape[0] + 1, dtype=torch.long, device="meta")
-        with with_attributes(
-            [(F, "scaled_dot_product_attention", partial(attend, attn_mask=mask))]
-        ):
-            return exporter_dynamo._reshaped_vision_attention_forward(
-                self, hidden_states, cu_seqlens=bounds, **rest
-            )
+        return attention
 
     def permute(self: Any, values: Tensor, index: Tensor, seq_len: int) -> Tensor:
         units = values.reshape(*index.shape, -1)
         chosen = units.gather(1, index[..., None].expand(-1, -1, units.shape[-1]))
         return chosen.reshape(seq_len, -1)
 
+    def by_patch(_: Any, index: tuple[Any, int]) -> Any:
+        return shapes[:, index[1]].clamp(min=1)  # type: ignore[index]  # also of padding
+
+    def interpolating(plain: Any) -> Any:
+        sizes = type("Sizes", (), {"__getitem__": by_patch})()
+        return lambda self, values, _, __, *places: plain(self, values, [0], sizes, *places)
+
     values: list[tuple[Any, str, Any]] = [
-        (kind, "forward", forward)
+        (kind, "forward", forward(kind.forward))
         for kind in {type(part) for part in encoder.modules()}
         if kind.__name__.endswith(("VisionAttention", "AudioAttention"))
     ]
-    values.append((exporter_dynamo, "torch_compilable_check", lambda *_, **__: None))
+    values += [(kind, "forward", interpolating(kind.forward)) for kind in _shaped(encoder)]
     if hasattr(encoder, "permute_input_for_window_attn"):
         values.append((type(encoder), "permute_input_for_window_attn", permute))
         values.append((torch, "argsort", lambda _: slice(None)))

@@ -6,11 +6,12 @@ token reads their features, so they change nothing but the time.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.errors import DataError
 from anabranch.graph.module_state import on_meta, with_attributes
+from anabranch.multimodal.patches import UNDIVIDED, inside
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 _FEATURES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], int]] = WeakKeyDictionary()
@@ -31,9 +33,7 @@ class VisionTower:
     """Models with images ``[images, 3, height, width]``."""
 
     token = "image_token_id"
-    names = (
-        "pixel_values", "pixel_attention_mask", "image_sizes", "batch_num_images",
-    )  # fmt: skip
+    names: ClassVar[tuple[str, ...]] = ("pixel_values",)
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
@@ -59,7 +59,7 @@ class VisionTower:
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         """The model's own arguments."""
-        return {"pixel_values": slots.filled(tensors["pixel_values"])}
+        return {name: slots.filled(tensors[name]) for name in self.names if name in tensors}
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Encode all slots with the library's own code, where ``list(features)`` of all images,
@@ -74,6 +74,8 @@ class VisionTower:
 @dataclass(frozen=True)
 class Tiled(VisionTower):
     """Models with images ``[samples, images, 3, height, width]``, of which some may be empty."""
+
+    names = ("pixel_values", "pixel_attention_mask")
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
@@ -117,9 +119,11 @@ class Tiled(VisionTower):
 
 @dataclass(frozen=True)
 class Packed(VisionTower):
-    """LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features are arranged
-    by the size of the whole image and parted by a learned line break.
+    """LLaVA-NeXT and LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features
+    are arranged by the size of the whole image and parted by a learned line break.
     """
+
+    names = ("pixel_values", "image_sizes", "batch_num_images")
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
@@ -155,27 +159,97 @@ class Packed(VisionTower):
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         """The model's own arguments."""
-        own = {n: slots.filled(tensors[n]) for n in ("pixel_values", "image_sizes")}
+        own = super().own(tensors, slots)
         return own | ({"batch_num_images": slots.counts} if slots.is_counted else {})
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Encode the tiles of all slots; rows are arranged where tokens read them."""
-        inner, config = model.model, model.config
-        pixels = tensors["pixel_values"]
-        samples = pixels.shape[0]
-        layers = config.vision_feature_layer
-        outputs = inner.vision_tower(
-            pixels.flatten(0, 2), output_hidden_states=True, return_dict=True
-        )
-        numbers = [layers] if isinstance(layers, int) else layers
-        chosen = torch.cat([outputs.hidden_states[number] for number in numbers], dim=-1)
-        if config.vision_feature_select_strategy == "default":
-            chosen = chosen[:, 1:]
-        features = inner.multi_modal_projector(chosen)
+        inner, pixels = model.model, tensors["pixel_values"]
+        samples, sizes = pixels.shape[0], torch.zeros(0, 2, dtype=torch.long)
+        rules = [
+            (type(inner), "pack_image_features", lambda _, parts, *__, **___: (parts, None)),
+            UNDIVIDED,
+        ]
+        with with_attributes(rules):
+            outputs = inner.get_image_features(pixels.flatten(0, 2), sizes, return_dict=True)
+        (features,) = outputs.pooler_output
         rows = features.reshape(samples, -1, features.shape[-1])
         newline = inner.image_newline.expand(samples, 1, -1).to(rows)
         outputs.pooler_output = [torch.cat([rows, newline], dim=1).flatten(0, 1)]
         return outputs
+
+
+@dataclass(frozen=True)
+class Sized(VisionTower):
+    """Models with images ``[images, 3, height, width]`` of which ``image_sizes`` tells what is
+    padding: those with the tower of Pixtral, which encodes the patches of all images in a row.
+    """
+
+    names = ("pixel_values", "image_sizes")
+
+    def one(self, config: Any) -> dict[str, Tensor]:
+        """A batch with one image."""
+        pixels = super().one(config)["pixel_values"]
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[-2:]])}
+
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+        """The images, with segments that part patches of an image from padding."""
+        pixels, sizes = batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
+        patch, merge = _patch_sizes(model)
+        height, width = (side // patch for side in pixels.shape[2:])
+        features = torch.arange((height // merge) * (width // merge)).view(-1, width // merge)
+        rows, segments = [], []
+        for tall, wide in sizes.tolist():
+            rows.append(features[: tall // patch // merge, : wide // patch // merge].flatten())
+            segment = torch.full((height, width), -1)
+            segment[: tall // patch, : wide // patch] = 0
+            segments.append(segment.flatten())
+        tensors = {"pixel_values": pixels, "image_sizes": sizes}
+        return Inputs(tensors | {"image_segments": torch.stack(segments)}, rows, features.numel())
+
+    def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """Encode all slots in a row, each as one image with its padding, with the library's own
+        code; attention is inside of segments.
+        """
+        pixels, inner = tensors["pixel_values"].flatten(0, 1), model.model
+        patch, merge = _patch_sizes(model)
+        size = tuple(pixels.shape[2:])
+        tower: Any = pixtral_tower(model)
+        rotary = type(tower.patch_positional_embedding)
+        plain = rotary.forward
+
+        def positions(*arguments: Any) -> tuple[Tensor, ...]:
+            parts = plain(*arguments)
+            return tuple(p.expand(len(pixels), *p.shape).flatten(0, 1) for p in parts)
+
+        def merged(self: Any, features: Tensor, _: Any) -> Any:
+            rows = features.view(-1, *(side // patch for side in size), features.shape[-1])
+            squares = F.unfold(rows.permute(0, 3, 1, 2), merge, stride=merge)
+            return self.merging_layer(squares.mT.flatten(0, 1))
+
+        rules = [
+            (_file_of(tower), "zip", lambda patches, _: [(patches.transpose(0, 1), size)]),
+            (_file_of(tower), "generate_block_attention_mask", lambda *_: None),
+            (rotary, "forward", positions),
+            (torch, "as_tensor", lambda sizes, **_: sizes),  # which are not on the device
+            *inside(tensors["image_segments"].flatten(0, 1)),
+        ]
+        kinds = {type(part) for part in inner.modules() if hasattr(part, "merging_layer")}
+        rules += [(kind, "forward", merged) for kind in kinds]
+        sizes = torch.zeros(0, 2, dtype=torch.long)
+        with with_attributes(rules):
+            return inner.get_image_features(pixels, image_sizes=sizes, return_dict=True)
+
+
+def pixtral_tower(model: Any) -> nn.Module | None:
+    """The tower of a model that encodes the patches of all images in a row, if it is such."""
+    parts = model.model.children()
+    return next((part for part in parts if hasattr(part, "patch_positional_embedding")), None)
+
+
+def _patch_sizes(model: Any) -> tuple[int, int]:
+    """Pixels along a patch, and patches along a feature."""
+    return model.config.vision_config.patch_size, getattr(model.config, "spatial_merge_size", 1)
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -204,12 +278,11 @@ def _arranged(model: Any, index: Tensor, size: Tensor, image: int) -> Tensor:
             "(image_grid_pinpoints)"
         )
 
+    pack, config = model.model.pack_image_features, model.config
+    names = ("vision_aspect_ratio", "vision_feature_select_strategy")
+    options = {n: getattr(config, n) for n in names if n in inspect.signature(pack).parameters}
     with with_attributes([(F, "interpolate", refuse)]):
-        (rows,), _ = model.model.pack_image_features(
-            [index],
-            size[None],
-            image_newline=torch.tensor([-1.0], dtype=index.dtype),
-            vision_aspect_ratio=model.config.vision_aspect_ratio,
-        )
+        newline = torch.tensor([-1.0], dtype=index.dtype)
+        (rows,), _ = pack([index], size[None], image_newline=newline, **options)
     taken: Tensor = rows[:, 0].long()
     return taken
