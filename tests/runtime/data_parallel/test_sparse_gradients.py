@@ -178,7 +178,7 @@ def assert_as_alone(
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
     alone = replace(workload, module=module)
-    losses, parameters = train_alone(alone, batches, 4)
+    losses, parameters = train_alone(alone, batches)
     for rank, (mine, tensors, _) in enumerate(found):
         assert mine == pytest.approx(losses, rel=1e-5), rank
         for name, tensor in tensors.items():
