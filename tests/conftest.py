@@ -38,6 +38,9 @@ gc.disable()  # until all tests are imported
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)
 
+# The first step of an optimizer imports what every rank would import anew.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+
 # Workers that need the same machine code wait for the one that compiles it.
 _call: Any = Compiled.__call__
 

@@ -25,7 +25,7 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.transport import NcclTransport
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.small import Built, batch, built, num_ranks, plan, with_programs
-from tests.runtime.training import LIMIT_S
+from tests.runtime.training import LIMIT_S, begin_again
 
 pytestmark = pytest.mark.dist
 
@@ -90,25 +90,17 @@ def numbers(pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
 
 
-def trained(make: Callable[[], Any], ranks: int, *, gpus: bool) -> Any:
-    def rank() -> Any:
-        if not gpus:
-            return numbers(make())
-        with as_on_gpus():
-            pipeline = make()
-            assert isinstance(pipeline._session.transport, NcclTransport)
-            return numbers(pipeline)
-
-    return launch.run(rank, ranks, timeout=LIMIT_S)
+Run = tuple[Callable[[], Any], int, Built]
+"""A function that makes a pipeline, the number of its ranks, and its model."""
 
 
-def synchronous(model: Built, chosen: Plan, **options: Any) -> tuple[Callable[[], Any], int]:
+def synchronous(model: Built, chosen: Plan, **options: Any) -> Run:
     options = {"captured": model.captured, "timeout": 20.0} | options
-    return partial(Pipeline, model.workload, chosen, **options), num_ranks(chosen)
+    return partial(Pipeline, model.workload, chosen, **options), num_ranks(chosen), model
 
 
-def asynchronous(model: Built, chosen: Plan, **options: Any) -> tuple[Callable[[], Any], int]:
-    return partial(built_pipeline, model, chosen, **options), num_ranks(chosen)
+def asynchronous(model: Built, chosen: Plan, **options: Any) -> Run:
+    return partial(built_pipeline, model, chosen, **options), num_ranks(chosen), model
 
 
 @pytest.mark.parametrize(
@@ -122,7 +114,7 @@ def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
         for name in ("TwoBranch", "Tied")
     )
     replicated = plan(tied, 2, batch_size=8, microbatch_size=2, replicas=[2, 1])
-    make, ranks = {
+    make, ranks, model = {
         "stages": lambda: synchronous(two, plan(two, 3, batch_size=8, microbatch_size=2)),
         "replicas": lambda: synchronous(tied, replicated),
         "shared state": lambda: synchronous(tied, replicated, shard_optimizer=True),
@@ -131,9 +123,17 @@ def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
         "in turn": lambda: asynchronous(two, async_plan(two, 2, replicas=[2, 1]), round_robin=True),
         "replicas, async": lambda: asynchronous(two, async_plan(two, 2, replicas=[1, 2])),
     }[case]()
-    for mine, theirs in zip(
-        trained(make, ranks, gpus=True), trained(make, ranks, gpus=False), strict=True
-    ):
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+
+    def rank() -> Any:
+        theirs = numbers(make())
+        begin_again(model.module, start)
+        with as_on_gpus():
+            pipeline = make()
+            assert isinstance(pipeline._session.transport, NcclTransport)
+            return numbers(pipeline), theirs
+
+    for mine, theirs in launch.run(rank, ranks, timeout=LIMIT_S):
         assert mine[0] == theirs[0]
         assert mine[1].keys() == theirs[1].keys()
         assert all(torch.equal(mine[1][name], theirs[1][name]) for name in mine[1])
@@ -144,7 +144,7 @@ def test_messages_take_the_memory_that_the_plan_counts() -> None:
     in flight and one forward, two backward. They are made in the first step.
     """
     model = built("TwoBranch")
-    make, ranks = synchronous(model, chosen := plan(model, 3, batch_size=12, microbatch_size=2))
+    make, ranks, _ = synchronous(model, chosen := plan(model, 3, batch_size=12, microbatch_size=2))
 
     def rank() -> list[dict[Any, int]]:
         with as_on_gpus():
@@ -172,7 +172,7 @@ def test_messages_take_the_memory_that_the_plan_counts() -> None:
 def test_a_rank_that_fails_ends_all(error: str) -> None:
     """Also by an allocation, at any place: the others hear of it, wherever they wait."""
     model = built("TwoBranch")
-    make, ranks = synchronous(model, plan(model, 3, batch_size=8, microbatch_size=2))
+    make, ranks, _ = synchronous(model, plan(model, 3, batch_size=8, microbatch_size=2))
 
     def rank() -> None:
         with as_on_gpus():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -261,10 +262,12 @@ def slices(samples: int, microbatch_size: int) -> list[tuple[int, int]]:
 
 
 def train_alone(
-    workload: Workload, batches: Sequence[Batch], microbatch_size: int
+    workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The plain loop: accumulate over micro-batches, clip, step. Losses and final state."""
-    module = workload.module
+    """The plain loop on a copy of the module: accumulate over micro-batches, clip, step. Losses and
+    final state.
+    """
+    module = deepcopy(workload.module)
     parameters = dict(module.named_parameters())
     optimizer = workload.optimizer(list(parameters.items()))
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None

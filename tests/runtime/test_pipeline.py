@@ -26,10 +26,11 @@ from tests.runtime.small import (
     built,
     on_devices,
     plan,
+    train_alone,
     with_options,
     with_programs,
 )
-from tests.runtime.training import BATCHES, adam, alone, decay, equal, run, sgd, train, trained_each
+from tests.runtime.training import BATCHES, adam, decay, equal, run, sgd, train, trained_each
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +58,7 @@ def test_training_is_bitwise_that_of_one_process() -> None:
     for ours, workload in zip(
         trained_each(model, plan(model, 3), None, *ways), workloads, strict=True
     ):
-        assert equal(ours, alone(workload, batches))
+        assert equal(ours, train_alone(workload, batches))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -70,7 +71,7 @@ def test_stages_that_pass_the_devices_twice_train_alike(
     chosen = on_devices(plan(model, 4, schedule=schedule), devices)
     workload = with_options(model, optimizer=sgd)
     ours = train(model, chosen, workload, BATCHES[:2], exact=True)
-    assert equal(ours, alone(workload, BATCHES[:2]))
+    assert equal(ours, train_alone(workload, BATCHES[:2]))
 
 
 @pytest.mark.parametrize(("name", "replicas"), [("TwoBranch", [1, 2]), ("Tied", [2, 1])])
@@ -82,7 +83,7 @@ def test_unequal_replicas_train_alike(name: str, replicas: list[int]) -> None:
     workload = with_options(model, optimizer=sgd, clip_norm=0.05)
     batches = [batch(n, n, torch.float64) for n in (16, 11, 16)]
     losses, parameters = train(model, plan(model, 2, replicas=replicas), workload, batches)
-    expected, state = alone(workload, batches)
+    expected, state = train_alone(workload, batches)
     assert losses == pytest.approx(expected, rel=1e-12)
     for key, value in state.items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-9, atol=1e-12)
@@ -109,7 +110,7 @@ def test_complex_parameters_train_alike() -> None:
     workload = with_options(model, optimizer=sgd, clip_norm=0.05)
     plan_ = plan(model, 2, replicas=[2, 1])
     losses, parameters = train(model, plan_, workload, BATCHES[:2], check_gradients=True)
-    expected, state = alone(workload, BATCHES[:2])
+    expected, state = train_alone(workload, BATCHES[:2])
     assert losses == pytest.approx(expected)
     for key, value in state.items():
         torch.testing.assert_close(parameters[key], value)
@@ -357,4 +358,4 @@ def test_exact_mode_updates_copies_that_have_no_gradient() -> None:
     model = built("Detached")
     workload = with_options(model, optimizer=sgd)
     ours = train(model, plan(model, 3), workload, BATCHES, exact=True)
-    assert equal(ours, alone(workload, BATCHES))
+    assert equal(ours, train_alone(workload, BATCHES))

@@ -1,4 +1,4 @@
-"""Plans that do not fit a model."""
+"""Plans that do not fit a model, and programs that are made before ranks start."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InvalidPlanError
+from anabranch.graph.exporter import Exporter
 from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import built, plan
+from tests.runtime.small import batch, built, plan
 
 pytestmark = pytest.mark.dist
 
@@ -40,3 +41,12 @@ def test_exact_gradients_need_one_replica() -> None:
         Pipeline(
             model.workload, plan(model, 2, replicas=[2, 1]), captured=model.captured, exact=True
         )
+
+
+def test_statistics_of_the_whole_batch_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, rather than by every rank that makes a loss; cross entropy has a count of labels."""
+    model = built("Chain")
+    plan(model, 2, batch_size=13)
+    monkeypatch.delattr(Exporter, "program")
+    leaves = batch(13)
+    assert model.captured.programs.with_statistics(leaves).keys() > leaves.keys()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.small import batch, built, plan, with_options
-from tests.runtime.training import alone, equal, sgd, train
+from tests.runtime.small import batch, built, plan, train_alone, with_options
+from tests.runtime.training import equal, sgd, train
 
 pytestmark = pytest.mark.dist
 
@@ -17,4 +17,4 @@ def test_a_batch_may_be_larger_than_the_plans(schedule: str) -> None:
     workload = with_options(model, optimizer=sgd)
     chosen = plan(model, 2, batch_size=8, schedule=schedule)
     ours = train(model, chosen, workload, [batch(24)], exact=True)
-    assert equal(ours, alone(workload, [batch(24)]))
+    assert equal(ours, train_alone(workload, [batch(24)]))

@@ -13,7 +13,7 @@ from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.small import Batch, Built, batch, num_ranks, plan, train_alone
+from tests.runtime.small import Batch, Built, batch, num_ranks, plan
 
 LIMIT_S = 60.0
 
@@ -119,11 +119,6 @@ def equal(ours: Trained, theirs: Trained) -> bool:
     """Losses and parameters, bit for bit."""
     same = all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
     return same and ours[0] == theirs[0] and ours[1].keys() == theirs[1].keys()
-
-
-def alone(workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4) -> Trained:
-    """In a process of its own, so that the model here stays as it is."""
-    return launch.run(train_alone, 1, workload, batches, microbatch_size, timeout=LIMIT_S)[0]
 
 
 def on_one_device(

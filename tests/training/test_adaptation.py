@@ -55,7 +55,7 @@ def test_a_better_plan_is_gone_over_to_in_the_middle() -> None:
     others = {"looks": replace(looks, replanner=None)}
     (run, seen), (other, _) = runs(model, before, workload, others, steps=30, looks=looks)
     batches = [each for epoch in range(6) for each in data(16, epoch)]
-    expected, _ = launch.run(train_alone, 1, workload, batches, 4, timeout=60.0)[0]
+    expected, _ = train_alone(workload, batches)
     assert run.losses == pytest.approx(expected, rel=1e-4)
     steps = steps_of(seen)
     assert [event.done for event in steps] == list(range(1, 31))

@@ -39,7 +39,9 @@ def prepare(captured: Captured, graph: StageGraph, workload: Workload | None = N
     workload, for evaluation as well; forked ranks inherit it.
     """
     for alike in [captured] if workload is None else buckets_of(captured, workload):
-        for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
+        sizes = {size for s in range(len(graph)) for size in graph.slice_sizes(s)}
+        whole = {graph.batch_size} if alike.programs.statistics else set()
+        for samples in sorted(sizes | whole):
             alike.programs.at(samples)
         alike.programs.require_alike(graph.batch_size)
         if workload is not None and workload.eval_data is not None:

@@ -176,12 +176,12 @@ def train(
         stage.versions = [[w.detach().clone() for w in stage.weights]]
     losses: list[float] = []
     for full, end in zip(fills, [*fills[1:], len(batches)], strict=True):
-        run = _Run(stages, policy, batches, full, end, microbatches, on_update)
+        run = Run(stages, policy, batches, full, end, microbatches, on_update)
         losses += run.execute()
     return losses
 
 
-class _Run:
+class Run:
     """From one fill to its drain."""
 
     def __init__(
@@ -197,6 +197,8 @@ class _Run:
         self.stages, self.policy, self.batches = stages, policy, batches
         self.full, self.end, self.m, self.on_update = full, end, microbatches, on_update
         self.depth = max(stage.distance for stage in stages) + 1
+        # SpecTrain: half of the updates that a stage makes while the deepest source catches up.
+        self.halves = [(self.depth - 1 - stage.distance) // 2 for stage in stages]
         self.made: dict[tuple[int, int], Tensor] = {}
         self.leaves: dict[tuple[int, int], list[Tensor]] = {}
         self.reads: dict[tuple[int, int], list[Tensor] | str] = {}
@@ -224,10 +226,14 @@ class _Run:
         whole = self.batches[self.full + i // self.m][name]
         return whole.chunk(self.m)[i % self.m]
 
+    def weights_for(self, s: int, i: int) -> tuple[list[Tensor], list[Tensor] | str]:
+        n = self.full + i // self.m
+        return weights_for(self.policy, self.stages[s], n, self.full, self.depth)
+
     def forward(self, s: int, i: int) -> None:
-        stage, n = self.stages[s], self.full + i // self.m
+        stage = self.stages[s]
         current = [w.detach().clone() for w in stage.weights]
-        reads, self.reads[s, i] = weights_for(self.policy, stage, n, self.full, self.depth)
+        reads, self.reads[s, i] = self.weights_for(s, i)
         inputs = []
         for source in stage.inputs:
             if isinstance(source, int):
@@ -247,8 +253,7 @@ class _Run:
         current = [w.detach().clone() for w in stage.weights]
         reads = self.reads.pop((s, i))
         if reads == "predicted":
-            half = (self.depth - 1 - stage.distance) // 2
-            write(stage, predicted(stage, half))
+            write(stage, predicted(stage, self.halves[s]))
         elif not isinstance(reads, str):
             write(stage, reads)
         out = self.made.pop((s, i))
@@ -264,10 +269,13 @@ class _Run:
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 self.grads.setdefault((source, i), []).append(grad)
         write(stage, current)
+        self.end_pass(s, i)
+
+    def end_pass(self, s: int, i: int) -> None:
         if (i + 1) % self.m == 0:
             self.update(s)
 
-    def update(self, s: int) -> None:
+    def update(self, s: int, minibatches: int = 1) -> None:
         stage = self.stages[s]
         stage.last = [w.detach().clone() for w in stage.weights]
         if stage.optimizer is not None:
@@ -282,7 +290,8 @@ class _Run:
                 torch._C._autograd._unsafe_set_version_counter(tuple(stage.weights), versions)
             stage.optimizer.zero_grad()
         if stage.scheduler is not None:
-            stage.scheduler.step()
+            for _ in range(minibatches):
+                stage.scheduler.step()
         stage.versions.append([w.detach().clone() for w in stage.weights])
         if self.on_update is not None:
             self.on_update(s, len(stage.versions) - 1)

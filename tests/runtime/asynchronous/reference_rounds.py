@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from tests.runtime.asynchronous.reference import RefStage, predicted, write
+from tests.runtime.asynchronous.reference import RefStage, Run, predicted
 
 
 def longest_ways(stages: Sequence[RefStage], replicas: Sequence[int]) -> list[int]:
@@ -60,7 +59,7 @@ def train_in_turns(
     return losses
 
 
-class _Fill:
+class _Fill(Run):
     """From one fill to its drain; mini-batches, rounds and versions count from the fill."""
 
     def __init__(
@@ -70,19 +69,14 @@ class _Fill:
         policy: str,
         batches: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        self.stages, self.replicas, self.policy, self.batches = stages, replicas, policy, batches
+        super().__init__(stages, policy, batches, 0, len(batches), 1, None)
+        self.replicas = replicas
         self.held = in_flight(stages, replicas)
         held = [w * r for w, r in zip(self.held, replicas, strict=True)]
-        # SpecTrain: half of the updates that a stage makes while the deepest source catches up.
         self.halves = [(max(held) - m) // r // 2 for m, r in zip(held, replicas, strict=True)]
-        self.full = [len(stage.versions) - 1 for stage in stages]
+        self.first = [len(stage.versions) - 1 for stage in stages]
         self.rounds = [0] * len(stages)
-        self.made: dict[tuple[int, int], Tensor] = {}
-        self.leaves: dict[tuple[int, int], list[Tensor]] = {}
-        self.reads: dict[tuple[int, int], list[Tensor] | str] = {}
-        self.arrived: dict[tuple[int, int], list[Tensor]] = {}
-        self.grads: dict[tuple[int, int], list[Tensor | None]] = {}
-        self.losses = [0.0] * len(batches)
+        self.own: dict[tuple[int, int], list[Tensor | None]] = {}
 
     def execute(self) -> list[float]:
         """Every replica: forwards as long as it may hold another mini-batch, then a backward."""
@@ -114,11 +108,11 @@ class _Fill:
             assert len(ahead) + len(back) > before, "stages wait for each other"
         return self.losses
 
-    def weights_for(self, s: int, u: int) -> tuple[list[Tensor], list[Tensor] | str]:
-        """What the forward of round u reads, and what its backward reads, or when to decide."""
-        stage, v = self.stages[s], max(0, u - (self.held[s] - 1))
+    def weights_for(self, s: int, n: int) -> tuple[list[Tensor], list[Tensor] | str]:
+        stage, u = self.stages[s], n // self.replicas[s]
+        v = max(0, u - (self.held[s] - 1))
         assert v == self.rounds[s], "a forward comes at the version that its policy takes it to"
-        current = stage.versions[self.full[s] + v]
+        current = stage.versions[self.first[s] + v]
         if self.policy == "naive":
             return current, "current"
         if self.policy == "stash":
@@ -131,55 +125,18 @@ class _Fill:
         assert self.policy == "predict-stash"
         return ahead, ahead
 
-    def forward(self, s: int, n: int) -> None:
+    def end_pass(self, s: int, n: int) -> None:
         stage = self.stages[s]
-        current = [w.detach().clone() for w in stage.weights]
-        reads, self.reads[s, n] = self.weights_for(s, n // self.replicas[s])
-        inputs = []
-        for source in stage.inputs:
-            if isinstance(source, int):
-                value = self.made[source, n].detach()
-                inputs.append(value.requires_grad_(value.is_floating_point()))
-            else:
-                inputs.append(self.batches[n][source])
-        write(stage, reads)
-        self.leaves[s, n] = inputs
-        self.made[s, n] = stage.module(*inputs)
-        write(stage, current)
-        if s == len(self.stages) - 1:
-            self.losses[n] = self.made[s, n].item()
-
-    def backward(self, s: int, n: int) -> None:
-        stage = self.stages[s]
-        current = [w.detach().clone() for w in stage.weights]
-        reads = self.reads.pop((s, n))
-        if reads == "predicted":
-            write(stage, predicted(stage, self.halves[s]))
-        elif not isinstance(reads, str):
-            write(stage, reads)
-        out = self.made.pop((s, n))
-        if s == len(self.stages) - 1:
-            seed = torch.ones_like(out)
-        else:
-            first, *others = self.arrived.pop((s, n))
-            seed = sum(others, first)
-        if out.requires_grad:
-            torch.autograd.backward(out, seed)
-        for source, leaf in zip(stage.inputs, self.leaves.pop((s, n)), strict=True):
-            if isinstance(source, int):
-                grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                self.arrived.setdefault((source, n), []).append(grad)
-        write(stage, current)
-        self.grads[s, n] = [p.grad for p in stage.weights]
+        self.own[s, n] = [p.grad for p in stage.weights]
         for p in stage.weights:
             p.grad = None
         count = self.replicas[s]
         start = n // count * count
         of_round = range(start, min(start + count, len(self.batches)))
-        if all((s, m) in self.grads for m in of_round):
-            self.update(s, [self.grads.pop((s, m)) for m in of_round])
+        if all((s, m) in self.own for m in of_round):
+            self.update_round(s, [self.own.pop((s, m)) for m in of_round])
 
-    def update(self, s: int, grads: Sequence[Sequence[Tensor | None]]) -> None:
+    def update_round(self, s: int, grads: Sequence[Sequence[Tensor | None]]) -> None:
         stage = self.stages[s]
         for p, each in zip(stage.weights, zip(*grads, strict=True), strict=True):
             there = [g for g in each if g is not None]
@@ -188,15 +145,5 @@ class _Fill:
                 for g in there[1:]:
                     total = total + g
                 p.grad = total / len(grads)
-        stage.last = [w.detach().clone() for w in stage.weights]
-        if stage.optimizer is not None:
-            versions = [p._version for p in stage.weights]
-            stage.optimizer.step()
-            if stage.weights:
-                torch._C._autograd._unsafe_set_version_counter(tuple(stage.weights), versions)
-            stage.optimizer.zero_grad()
-        if stage.scheduler is not None:
-            for _ in grads:
-                stage.scheduler.step()
+        self.update(s, len(grads))
         self.rounds[s] += 1
-        stage.versions.append([w.detach().clone() for w in stage.weights])

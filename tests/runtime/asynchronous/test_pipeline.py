@@ -16,13 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import (
-    DataError,
-    InvalidPlanError,
-    NonFiniteError,
-    StageFailedError,
-    TrainingError,
-)
+from anabranch.errors import DataError, NonFiniteError, StageFailedError, TrainingError
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
@@ -320,39 +314,25 @@ def test_recomputation_repeats_what_the_forward_read() -> None:
     assert found["naive"][0] != found["naive"][1]
 
 
-def test_half_precision_trains_alike_up_to_its_rounding() -> None:
-    model = cut("chain 3", "adam")
-    data, start = batches(8), start_of(model)
-
-    def work() -> list[list[float]]:
-        losses = []
-        for precision in ("fp32", "bf16"):
-            fresh(model, start)
-            pipe = pipeline(model, plan_of(model), compute=ComputeOptions(precision=precision))
-            losses.append(list(pipe.steps(data)))
-        return losses
-
-    full, half = on_ranks(plan_of(model), work)[0]
-    assert full != half
-    assert half == pytest.approx(full, rel=0.05)
-
-
-def test_compiled_stages_read_the_same_weights() -> None:
+def test_compiled_and_half_precision_stages_read_the_same_weights() -> None:
     """A compiled stage takes its parameters anew in every pass."""
     load_compiler()
-    model = cut("chain 2")
-    data, start = batches(5), start_of(model)
+    model = cut("chain 2", "adam")
+    data, start = batches(8), start_of(model)
+    options = [{}, {"compile": "aot_eager"}, {"precision": "bf16"}]
 
     def work() -> list[list[float]]:
         losses = []
-        for backend in (False, "aot_eager"):
+        for each in options:
             fresh(model, start)
-            pipe = pipeline(model, plan_of(model), compute=ComputeOptions(compile=backend))
+            pipe = pipeline(model, plan_of(model), compute=ComputeOptions(**each))
             losses.append(list(pipe.steps(data)))
         return losses
 
-    plain, compiled = on_ranks(plan_of(model), work)[0]
+    plain, compiled, half = on_ranks(plan_of(model), work)[0]
     assert compiled == pytest.approx(plain, rel=1e-5)
+    assert half != plain
+    assert half == pytest.approx(plain, rel=0.05)
 
 
 def test_clipping_is_by_the_norm_of_each_stage() -> None:
@@ -375,15 +355,16 @@ def test_clipping_is_by_the_norm_of_each_stage() -> None:
 
 def test_sparse_gradients_are_clipped_like_others() -> None:
     model = cut("two sources", "momentum")
-    chosen = plan_of(model)
+    chosen, start = plan_of(model), start_of(model)
 
-    def work(sparse: bool) -> list[float]:
-        if sparse:
-            weight = model.workload.module.get_parameter("right.weight")
-            weight.register_post_accumulate_grad_hook(_make_sparse)
-        return list(pipeline(model, chosen, clip_stage_norm=0.05).steps(batches(6)))
+    def work() -> list[list[float]]:
+        plain = list(pipeline(model, chosen, clip_stage_norm=0.05).steps(batches(6)))
+        fresh(model, start)
+        weight = model.workload.module.get_parameter("right.weight")
+        weight.register_post_accumulate_grad_hook(_make_sparse)
+        return [plain, list(pipeline(model, chosen, clip_stage_norm=0.05).steps(batches(6)))]
 
-    sparse, plain = (on_ranks(chosen, partial(work, each))[0] for each in (True, False))
+    plain, sparse = on_ranks(chosen, work)[0]
     assert sparse == pytest.approx(plain, rel=1e-6)
 
 
@@ -492,25 +473,6 @@ def test_a_gradient_that_overflows_is_named() -> None:
     first, second = on_ranks(plan_of(model), work)
     assert first == second
     assert "gradient of parameter parts.0.0.weight is not finite in mini-batch 2: stage 0" in first
-
-
-# What is refused
-
-
-def test_ranks_that_would_not_all_compare_their_memory() -> None:
-    """They tell each other what they need, so one that leaves it out would be waited for."""
-    model = cut("chain 2")
-
-    def work() -> str:
-        with pytest.raises(InvalidPlanError) as caught:
-            pipeline(model, plan_of(model), check_memory=dist.get_rank() == 0)
-        return str(caught.value)
-
-    first, second = on_ranks(plan_of(model), work)
-    assert first == second
-    assert "disagree on the options" in first
-    assert "check_memory True" in first
-    assert "check_memory False" in first
 
 
 # The policy and the counts in flight

@@ -372,20 +372,19 @@ def test_sums_of_a_stage_that_all_ranks_have_are_not_those_that_tell() -> None:
         torch.testing.assert_close(tensor, twin.get_parameter(name).detach())
 
 
-@pytest.mark.parametrize("bad", [8, 9])
-@pytest.mark.parametrize("kind", ["batch", "gradient"])
-def test_numbers_that_are_not_finite_belong_to_one_minibatch(bad: int, kind: str) -> None:
+def test_numbers_that_are_not_finite_belong_to_one_minibatch() -> None:
     """Of a round of two, whichever it is; the other replica makes no update of it, either, and the
     losses before it are told.
     """
-    model, data = cut("chain 2"), batches(12)
+    model, start = cut("chain 2"), start_of(cut("chain 2"))
     chosen = plan_of(model, replicas=(2, 1))
-    if kind == "batch":
-        data[bad]["x"][2, 1] = float("nan")
 
-    def work() -> tuple[str, int, bool]:
-        pipe = in_turn(model, chosen)
-        if kind == "gradient" and pipe.rank == bad % 2:
+    def trained_with(bad: int, kind: str) -> tuple[str, int, bool]:
+        fresh(model, start)
+        pipe, data = in_turn(model, chosen), batches(12)
+        if kind == "batch":
+            data[bad]["x"][2, 1] = float("nan")
+        elif pipe.rank == bad % 2:
             weight = pipe._state.parameters["parts.0.0.weight"]
             seen: list[int] = []
 
@@ -400,13 +399,16 @@ def test_numbers_that_are_not_finite_belong_to_one_minibatch(bad: int, kind: str
         finite = all(bool(p.isfinite().all()) for p in held(pipe).values())
         return str(caught.value), len(losses), finite
 
-    results = on_ranks(chosen, work)
-    assert len({rank[0] for rank in results}) == 1
-    assert f"is not finite in mini-batch {bad}: stage 0" in results[0][0]
-    helps = f"fix the data: mini-batch {bad}, sample 2" if kind == "batch" else "stage 1: 0; the"
-    assert helps in results[0][0]
-    assert [rank[1] for rank in results] == [bad] * 3
-    assert all(rank[2] for rank in results)
+    cases = [(bad, kind) for bad in (8, 9) for kind in ("batch", "gradient")]
+    first, *others = on_ranks(chosen, lambda: [trained_with(*case) for case in cases])
+    assert others == [first, first]
+    for (bad, kind), (text, count, finite) in zip(cases, first, strict=True):
+        assert f"is not finite in mini-batch {bad}: stage 0" in text
+        helps = (
+            f"fix the data: mini-batch {bad}, sample 2" if kind == "batch" else "stage 1: 0; the"
+        )
+        assert helps in text
+        assert (count, finite) == (bad, True)
 
 
 def test_a_replica_that_dies_ends_the_others() -> None:
@@ -459,17 +461,26 @@ def test_without_replicas_nothing_changes() -> None:
 
 
 def test_ranks_have_to_agree() -> None:
-    """One that splits mini-batches and one that takes turns would wait for each other."""
+    """One that splits mini-batches and one that takes turns would wait for each other, and so would
+    one that compares memory, of which all tell each other what they need.
+    """
     model = cut("chain 2")
     chosen = plan_of(model, replicas=(2, 1))
 
-    def work() -> str:
-        turns = torch.distributed.get_rank() == 0
-        with pytest.raises(InvalidPlanError) as caught:
-            pipeline(model, chosen, round_robin=turns)
-        return str(caught.value)
+    def work() -> list[str]:
+        texts = []
+        for option in ("round_robin", "check_memory"):
+            mine: dict[str, Any] = {option: torch.distributed.get_rank() == 0}
+            with pytest.raises(InvalidPlanError, match="disagree on the options") as caught:
+                pipeline(model, chosen, **mine)
+            texts.append(str(caught.value))
+        return texts
 
-    assert "round_robin" in on_ranks(chosen, work)[0]
+    first, *others = on_ranks(chosen, work)
+    assert others == [first, first]
+    for option, text in zip(("round_robin", "check_memory"), first, strict=True):
+        assert f"{option} True" in text
+        assert f"{option} False" in text
 
 
 def test_batches_are_any_users() -> None:

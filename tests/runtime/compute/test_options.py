@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def train_alone(
     workload: Workload, batches: Sequence[Batch], half: torch.dtype, scale: float
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """PyTorch's own recipe for mixed precision; also the scale after each step."""
-    module = workload.module
+    module = deepcopy(workload.module)
     parameters = dict(module.named_parameters())
     optimizer = workload.optimizer(list(parameters.items()))
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=half == torch.float16)
@@ -71,11 +72,6 @@ def train_alone(
         losses.append(loss)
         scales.append(scaler.get_scale())
     return losses, {name: p.detach() for name, p in parameters.items()}, scales
-
-
-def alone(workload: Workload, batches: Sequence[Batch], *options: Any) -> Any:
-    """In a process of its own, so that the model here stays as it is."""
-    return launch.run(train_alone, 1, workload, batches, *options, timeout=LIMIT_S)[0]
 
 
 def each_with(work: Callable[[Pipeline], Any], *each: ComputeOptions, **options: Any) -> list[Way]:
@@ -106,7 +102,7 @@ def test_fp16_skips_and_scales_as_gradscaler_does(clip_norm: float | None) -> No
         return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}, scales
 
     results = run(model, plan(model, 3), work, workload=workload, exact=True, compute=FP16)
-    losses, state, scales = alone(workload, batches, torch.float16, 2.0**14)
+    losses, state, scales = train_alone(workload, batches, torch.float16, 2.0**14)
     assert scales == [2.0**14, 2.0**13, 2.0**13, 2.0**13]
     for mine, parameters, theirs in results:
         assert mine == losses
@@ -163,7 +159,7 @@ def test_bf16_trains_as_one_process() -> None:
     losses, parameters = train(
         model, plan(model, 3), workload, batches, exact=True, check_gradients=True, compute=options
     )
-    expected, state, _ = alone(workload, batches, torch.bfloat16, 1.0)
+    expected, state, _ = train_alone(workload, batches, torch.bfloat16, 1.0)
     assert losses == expected
     assert all(torch.equal(parameters[name], state[name]) for name in state)
 

@@ -15,8 +15,17 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.data_parallel.test_updates import BATCHES
-from tests.runtime.small import WIDTH, Built, batch, num_ranks, plan, with_options, with_programs
-from tests.runtime.training import alone, run
+from tests.runtime.small import (
+    WIDTH,
+    Built,
+    batch,
+    num_ranks,
+    plan,
+    train_alone,
+    with_options,
+    with_programs,
+)
+from tests.runtime.training import run
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +66,7 @@ Held = dict[str, Tensor]
 def by_another() -> Held:
     """Weights that one process comes to."""
     workload = with_options(channels_last(), optimizer=partial(adam, fused=False))
-    return alone(workload, BATCHES)[1]
+    return train_alone(workload, BATCHES)[1]
 
 
 def held(pipeline: Pipeline) -> Held:

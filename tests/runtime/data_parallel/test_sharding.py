@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +146,18 @@ def test_replicas_hold_the_state_once() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("optimizer", "held"),
-    [(adam, [4, 6]), (Whole, [10, 0]), (by_stage, [10, 0]), (with_largest_norm, [10, 0])],
-)
-def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held: list[int]) -> None:
+def test_a_parameter_is_cut_where_the_optimizer_takes_rows() -> None:
     """Of ten rows that the ranks of two stages hold each keeps the state of about five, whole
     vectors of the processor; an optimizer of one's own, or with a hook of one's own, has whole
     parameters. The recipe sees whole ones in any case. What is left of gradients are no others.
     """
     model = built("Tied")
 
-    def recipe(parameters: NamedParameters) -> torch.optim.Optimizer:
+    def recipe(optimizer: Any, parameters: NamedParameters) -> torch.optim.Optimizer:
         shapes = {name: parameter.shape for name, parameter in parameters}
         assert shapes.get("words.weight", (10, 8)) in [(10, 8), (1, 1)]
-        return optimizer(parameters)
+        made: torch.optim.Optimizer = optimizer(parameters)
+        return made
 
     def work(pipeline: Pipeline) -> int:
         pipeline.step(BATCHES[0])
@@ -168,14 +166,11 @@ def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held:
         assert all(p.grad is None for p in state if p.untyped_storage() is words.untyped_storage())
         return sum(len(p) for p in state if p.untyped_storage() is words.untyped_storage())
 
-    found = run(
-        model,
-        plan(model, 2, replicas=[1, 1]),
-        work,
-        workload=with_options(model, optimizer=recipe),
-        shard_optimizer=True,
-    )
-    assert found == held
+    recipes = (adam, Whole, by_stage, with_largest_norm)
+    workloads = [with_options(model, optimizer=partial(recipe, each)) for each in recipes]
+    ways = [(work, {"workload": workload, "shard_optimizer": True}) for workload in workloads]
+    found = run_each(model, plan(model, 2, replicas=[1, 1]), *ways)
+    assert found == [[4, 6], [10, 0], [10, 0], [10, 0]]
 
 
 @pytest.mark.dist

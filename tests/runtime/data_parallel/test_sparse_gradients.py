@@ -26,6 +26,7 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.small import Batch, Built, load_compiler, num_ranks, plan, train_alone
+from tests.runtime.training import Way, run_each
 
 pytestmark = [
     pytest.mark.dist,
@@ -146,10 +147,12 @@ def bags() -> Built:
 def on_ranks(
     model: Built, chosen: Plan, workload: Workload, work: Callable[[Pipeline], Any], **options: Any
 ) -> list[Any]:
-    def rank() -> Any:
-        return work(Pipeline(workload, chosen, captured=model.captured, timeout=20.0, **options))
+    return on_ranks_each(model, chosen, (work, {"workload": workload} | options))[0]
 
-    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
+
+def on_ranks_each(model: Built, chosen: Plan, *ways: Way) -> list[list[Any]]:
+    """Results by function and rank; gradients are compared with one process first."""
+    return run_each(model, chosen, *((work, {"check_gradients": True} | o) for work, o in ways))
 
 
 def row_tables(pipeline: Pipeline) -> list[str]:
@@ -178,7 +181,7 @@ def assert_as_alone(
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
     alone = replace(workload, module=module)
-    losses, parameters = train_alone(alone, batches, 4)
+    losses, parameters = train_alone(alone, batches)
     for rank, (mine, tensors, _) in enumerate(found):
         assert mine == pytest.approx(losses, rel=1e-5), rank
         for name, tensor in tensors.items():
@@ -190,22 +193,30 @@ def assert_as_alone(
 
 @pytest.mark.filterwarnings("ignore:Two is not of torch.optim")
 @pytest.mark.parametrize(
-    ("optimizer", "replicas", "shard"),
+    ("replicas", "cases"),
     [
-        *((sgd, 3, False), (sgd, 2, True), (sgd, 3, True), (adagrad, 2, False), (adagrad, 3, True)),
-        *((Two, 3, False), (Two, 2, True)),
+        (2, [(sgd, True), (adagrad, False), (Two, True)]),
+        (3, [(sgd, False), (sgd, True), (adagrad, True), (Two, False)]),
     ],
 )
 def test_training_is_that_of_one_process(
-    bags: Built, optimizer: Any, replicas: int, shard: bool
+    bags: Built, replicas: int, cases: list[tuple[Any, bool]]
 ) -> None:
-    """Batches of 10 and 1 samples leave some ranks without a row."""
-    clip_norm = None if optimizer is Two else 0.5
-    workload = replace(bags.workload, optimizer=optimizer, clip_norm=clip_norm)
-    chosen = plan(bags, 1, replicas=[replicas])
-    found = on_ranks(bags, chosen, workload, trained, shard_optimizer=shard)
-    assert all(tables == ["bags.weight", "words.weight"] for _, _, tables in found)
-    assert_as_alone(bags, workload, found)
+    """By optimizers, without and with shared state. Batches of 10 and 1 samples leave some ranks
+    without a row.
+    """
+    workloads = [
+        replace(bags.workload, optimizer=optimizer, clip_norm=None if optimizer is Two else 0.5)
+        for optimizer, _ in cases
+    ]
+    ways: list[Way] = [
+        (trained, {"workload": workload, "shard_optimizer": shard})
+        for workload, (_, shard) in zip(workloads, cases, strict=True)
+    ]
+    results = on_ranks_each(bags, plan(bags, 1, replicas=[replicas]), *ways)
+    for workload, found in zip(workloads, results, strict=True):
+        assert all(tables == ["bags.weight", "words.weight"] for _, _, tables in found)
+        assert_as_alone(bags, workload, found)
 
 
 def test_a_table_that_two_stages_read(bags: Built) -> None:
@@ -242,11 +253,9 @@ def test_several_batches_make_an_update(bags: Built) -> None:
         parameters = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
         return row_tables(pipeline), parameters
 
-    chosen = plan(bags, 1, replicas=[2])
-    rows, whole = (
-        on_ranks(bags, chosen, replace(bags.workload, optimizer=o), work, accumulate=2)
-        for o in (sgd, WHOLE)
-    )
+    workloads = [replace(bags.workload, optimizer=optimizer) for optimizer in (sgd, WHOLE)]
+    ways = [(work, {"workload": workload, "accumulate": 2}) for workload in workloads]
+    rows, whole = on_ranks_each(bags, plan(bags, 1, replicas=[2]), *ways)
     assert rows[0][0]
     assert not whole[0][0]
     for name, tensor in rows[0][1].items():
@@ -255,22 +264,15 @@ def test_several_batches_make_an_update(bags: Built) -> None:
 
 def test_half_precision_and_steps_without_a_barrier(bags: Built) -> None:
     """Rows are unscaled like whole gradients, and looked at for what is not finite."""
-    chosen = plan(bags, 1, replicas=[2])
 
     def work(pipeline: Pipeline) -> list[float]:
         return list(pipeline.steps(BATCHES))
 
-    rows, whole = (
-        on_ranks(
-            bags,
-            chosen,
-            replace(bags.workload, optimizer=optimizer),
-            work,
-            compute=ComputeOptions(precision="fp16"),
-        )[0]
-        for optimizer in (sgd, WHOLE)
-    )
-    assert rows == pytest.approx(whole, rel=1e-2)
+    workloads = [replace(bags.workload, optimizer=optimizer) for optimizer in (sgd, WHOLE)]
+    half = ComputeOptions(precision="fp16")
+    ways = [(work, {"workload": workload, "compute": half}) for workload in workloads]
+    rows, whole = on_ranks_each(bags, plan(bags, 1, replicas=[2]), *ways)
+    assert rows[0] == pytest.approx(whole[0], rel=1e-2)
 
 
 def test_more_rows_than_the_table_has_go_whole(bags: Built) -> None:
@@ -299,11 +301,14 @@ def test_an_option_makes_gradients_of_tables_sparse() -> None:
     """With what the model learns without it; the model's own program stays as it is."""
     model = made(Whole)
     workload = replace(model.workload, optimizer=adagrad)
-    chosen = plan(model, 1, replicas=[2])
-    found = on_ranks(model, chosen, workload, trained, compute=SPARSE)
+    ways: list[Way] = [
+        (trained, {"workload": workload, "compute": SPARSE}),
+        (row_tables, {"workload": workload}),
+    ]
+    found, tables = on_ranks_each(model, plan(model, 1, replicas=[2]), *ways)
     assert found[0][2] == ["words.weight"]
     assert_as_alone(model, workload, found)
-    assert on_ranks(model, chosen, workload, row_tables) == [[], []]
+    assert tables == [[], []]
 
 
 def test_a_plan_makes_gradients_of_tables_sparse() -> None:
@@ -312,8 +317,8 @@ def test_a_plan_makes_gradients_of_tables_sparse() -> None:
     workload = replace(model.workload, optimizer=adagrad)
     chosen = replace(plan(model, 1, replicas=[2]), sparse_embeddings=True)
     dense = ComputeOptions(sparse_embeddings=False)
-    assert on_ranks(model, chosen, workload, row_tables) == [["words.weight"]] * 2
-    assert on_ranks(model, chosen, workload, row_tables, compute=dense) == [[], []]
+    ways = [(row_tables, {"workload": workload} | o) for o in ({}, {"compute": dense})]
+    assert on_ranks_each(model, chosen, *ways) == [[["words.weight"]] * 2, [[], []]]
 
 
 def test_the_option_asks_for_an_optimizer_that_takes_it() -> None:

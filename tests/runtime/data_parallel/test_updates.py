@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.runtime.small import (
     on_devices,
     plan,
     slices,
+    train_alone,
     with_options,
     with_programs,
 )
@@ -37,7 +39,6 @@ from tests.runtime.training import (
     LIMIT_S,
     Trained,
     adam,
-    alone,
     decay,
     equal,
     run,
@@ -74,7 +75,7 @@ def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
     chosen = on_devices(plan(model, 4), FOLDED) if folded else plan(model, 3)
     workload = with_options(model, optimizer=optimizer, scheduler=decay)
     ours = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)), exact=True)
-    assert equal(ours, alone(workload, BATCHES))
+    assert equal(ours, train_alone(workload, BATCHES))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_steps_without_a_barrier_are_bitwise_those_with_one(
         (lambda p: list(p.steps(BATCHES)), {}),
     )
     assert equal(without, with_barrier)
-    losses, state = alone(workload, BATCHES)
+    losses, state = train_alone(workload, BATCHES)
     assert without[0] == pytest.approx(losses, rel=1e-4)
     assert without[1].keys() == state.keys()
 
@@ -206,7 +207,7 @@ def test_a_loop_may_be_left_and_steps_mixed(tmp_path: Path) -> None:
         return losses
 
     losses, parameters = trained(model, plan(model, 3), workload, work, exact=True)
-    expected, state = alone(workload, BATCHES)
+    expected, state = train_alone(workload, BATCHES)
     assert losses == [*expected[:2], 0.0, *expected[3:]]
     assert all(torch.equal(parameters[name], value) for name, value in state.items())
 
@@ -256,10 +257,10 @@ def test_metrics_and_epochs_go_with_the_steps() -> None:
 def accumulate_alone(
     workload: Workload, batches: Sequence[Batch], groups: Sequence[int]
 ) -> Trained:
-    """The plain loop: gradients grow over the micro-batches of a group, are divided by the number
-    of its batches, clipped, and used.
+    """The plain loop on a copy of the module: gradients grow over the micro-batches of a group, are
+    divided by the number of its batches, clipped, and used.
     """
-    module = workload.module
+    module = deepcopy(workload.module)
     parameters = dict(module.named_parameters())
     optimizer = workload.optimizer(list(parameters.items()))
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None
@@ -313,7 +314,7 @@ def test_accumulated_batches_are_bitwise_those_of_one_process(
     model = built(name)
     workload = with_options(model, optimizer=sgd, scheduler=decay)
     ours = trained(model, plan(model, 3), workload, and_update(work), exact=True, accumulate=3)
-    theirs = launch.run(accumulate_alone, 1, workload, BATCHES, [3, 2], timeout=LIMIT_S)[0]
+    theirs = accumulate_alone(workload, BATCHES, [3, 2])
     assert equal(ours, theirs)
 
 
@@ -335,9 +336,7 @@ def test_replicas_accumulate_alike(
 
     chosen = plan(model, 2, replicas=[2, 1])
     losses, parameters = trained(model, chosen, workload, and_update(ours), accumulate=2)
-    expected, state = launch.run(
-        accumulate_alone, 1, workload, batches, [2, 2, 1], timeout=LIMIT_S
-    )[0]
+    expected, state = accumulate_alone(workload, batches, [2, 2, 1])
     assert losses == pytest.approx(expected, rel=1e-12)
     for key, value in state.items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-9, atol=1e-12)
@@ -409,7 +408,7 @@ def test_a_bad_loss_drops_the_batches_of_its_update() -> None:
         return [pipeline.step(each) for each in BATCHES[:4]]
 
     ours = trained(model, plan(model, 2), workload, work, exact=True, accumulate=2)
-    theirs = launch.run(accumulate_alone, 1, workload, BATCHES[:4], [2, 2], timeout=LIMIT_S)[0]
+    theirs = accumulate_alone(workload, BATCHES[:4], [2, 2])
     assert equal(ours, theirs)
 
 
