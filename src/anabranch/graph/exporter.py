@@ -69,6 +69,13 @@ class Exporter:
         device: torch.device,
         rewrites: Sequence[Rewrite] = (),
     ) -> None:
+        for name, buffer in module.named_buffers():
+            if buffer.layout is not torch.strided:
+                raise CaptureError(
+                    f"the buffer {name} is a sparse tensor, which checkpoints and messages do not "
+                    f"hold: keep it as a plain attribute (del module.{name}, then module.{name} = "
+                    "tensor), which the captured model has as a constant"
+                )
         # A module without values stays one here, whatever values it is given later.
         user, module = module, on_meta(module) if device.type == "meta" else module
         self.module = module
@@ -304,6 +311,8 @@ def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
     if number.target is _aten.item.default:
         # One number, which neither overflows nor is as coarse as those of small types.
         return insert(output, _aten.sum.default, *number.args, dtype=torch.float64)
+    if number.target is torch.sym_float:
+        return _tensor(number.args[0], metric, output)
     terms, known = list(number.args), _ARITHMETIC
     if not isinstance(terms[0], fx.Node):
         terms, known = terms[::-1], _BEHIND
