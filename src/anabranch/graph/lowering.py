@@ -109,15 +109,25 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
             known[size.node.expr] = samples
             scope = size.node.shape_env
-            guards = [g.expr.xreplace(scope.replacements) for g in scope.guards]
+            guards = [
+                guard.expr.xreplace(scope.replacements)
+                for guard in scope.guards
+                if samples > 1 or not _is_of_call(guard)
+            ]
         elif (isinstance(size, torch.SymInt) and not size.node.expr.is_number) or int(
             size
         ) != samples:
             raise RefusedError
-    # The tracer takes one sample for a size of its own and asks nothing about it; the operations
-    # are right for it all the same.
+    # The tracer takes one sample for a size of its own and asks nothing about it, or an operation
+    # asks for an order of strides, which one sample has none of; the operations are right for it
+    # all the same.
     if any(guard.xreplace(known) == sympy.false for guard in guards):
         raise RefusedError
+
+
+def _is_of_call(guard: Any) -> bool:
+    """True for what an operation has asked, rather than Python code."""
+    return getattr(guard.sloc.framework_loc, "filename", None) == torch._ops.__file__
 
 
 def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymInt]:
