@@ -160,6 +160,21 @@ class WrittenInPlace(Tokens):
         return sums.sum()
 
 
+class Spectrum(Tokens):
+    """Products of low frequencies, written into a tensor of zeros, as Fourier operators have it;
+    the loss has one entry.
+    """
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        frequencies = torch.fft.rfft(self.scores(x))
+        kept = torch.zeros_like(frequencies)
+        kept[..., :2] = frequencies[..., :2] * torch.complex(
+            self.head.bias[:2], self.head.bias[2:4]
+        )
+        kept[:, 0, 3] = frequencies[:, 1, 3].conj()
+        return torch.fft.irfft(kept).square().mean().reshape(1)
+
+
 class MeansCompared(Tokens):
     """Means over the batch, collected through a view that was there before."""
 
@@ -401,6 +416,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "pairs of the chosen": (ChosenPairs, "coupled"),
     "margins of the chosen": (ChosenMargins, "coupled"),
     "written in place": (WrittenInPlace, "weighted mean"),
+    "spectrum": (Spectrum, "mean"),
     "means compared": (MeansCompared, "coupled"),
     "weighed": (Weighed, "sum"),
     "saturated": (Saturated, "sum"),

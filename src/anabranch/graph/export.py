@@ -86,6 +86,8 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
             "entry named loss, or a tuple of the loss and a mapping of metrics (pass the labels in "
             "the batch)"
         )
+    if loss.dim() and all(type(n) is int and n == 1 for n in loss.shape):
+        loss = loss.reshape(())  # one entry, which backward() takes as well
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in loss.shape]
         raise CaptureError(
