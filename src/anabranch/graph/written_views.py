@@ -52,11 +52,13 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
         return make(_aten.zeros_like.default, changed)
     if name == "fill" and not isinstance(others[0], fx.Node):
         return make(_aten.full_like.default, changed, others[0])
-    twin = getattr(getattr(_aten, name, None), target._overloadname, None)
+    overloads = target._overloadname, f"Tensor_{target._overloadname}"  # of pow_.Scalar
+    found = [getattr(getattr(_aten, name, None), overload, None) for overload in overloads]
+    twins = [twin for twin in found if twin and str(twin._schema.arguments[0].type) == "Tensor"]
     is_copy = name in ("copy", "fill")
-    if twin is None and not is_copy:
+    if not twins and not is_copy:
         return None
-    value = others[0] if is_copy else make(twin, *args, **kwargs)
+    value = others[0] if is_copy else make(twins[0], *args, **kwargs)
     like, now = changed.meta["val"], value.meta["val"]
     if now.device != like.device:
         return None
