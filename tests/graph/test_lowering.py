@@ -73,6 +73,21 @@ def test_constructed_tensors_follow_the_device() -> None:
     assert devices_of(captured.programs.at(4)) == {torch.device("cpu")}
 
 
+def _attended(_: Net, h: torch.Tensor) -> torch.Tensor:
+    heads = h.view(len(h), 4, 2, 1).transpose(1, 2)
+    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return attended.transpose(1, 2).contiguous().view(len(h), 8)
+
+
+def test_views_follow_the_order_in_which_a_device_has_its_results() -> None:
+    """Attention on a CPU has heads after tokens in memory, so ``contiguous`` is not in the trace,
+    but needed on a device without values.
+    """
+    captured = capture(Net(_attended), batch())
+    program = captured.programs.at(2, device="meta")
+    assert program.signature() == captured.programs.at(2).signature()
+
+
 @pytest.mark.parametrize(
     "body",
     [

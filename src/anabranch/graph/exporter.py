@@ -194,9 +194,9 @@ class Exporter:
             where = "".join(f"{line}: " for line in getattr(error, "__notes__", ()))
             raise CaptureError(
                 f"{type(self.module).__name__} cannot be captured with {samples} samples on "
-                f"{device or self.device}: {where}{text} ({type(error).__name__}); types have to "
-                "be those of that device, and sizes follow from those of the batch, not from its "
-                "values"
+                f"{device or self.device}: {where}{text} ({type(error).__name__}); write that line "
+                "with other tensor operations, whose types are those of that device, and whose "
+                "sizes follow from those of the batch, not from its values"
             ) from error
         program = numbers_as_tensors(program, self.outputs)
         for node, source in program.writes_to(BATCH_LEAF):

@@ -232,6 +232,10 @@ class _ProgramBuilder:
         try:
             value = target(*values, **options)
         except Exception as error:
+            if target is _aten.view.default:
+                # A kernel of another device has its results in another order of memory, in which
+                # what was contiguous in the trace, and so not copied, is to be now.
+                return self.made(like, _aten.reshape.default, args, kwargs, name=name)
             error.add_note(user_line(like))
             raise
         if isinstance(value, int | float):
