@@ -115,7 +115,11 @@ def _axis(
     if base_name(node) in _VIEWS:
         return _viewed(node.all_input_nodes[0], here, dim, samples, axes)
     if base_name(node) in _REPEATS and len(node.all_input_nodes) == 1:
-        return _repeated(node, here, dim, axes)
+        axis, before = axes.get(node.all_input_nodes[0]), tensor(node.all_input_nodes[0])
+        if axis is not None and before is not None and axis.dim >= 0 and not axis.trouble:
+            by_entry = base_name(node) == "repeat_interleave"  # or as a whole
+            times = size // before.shape[axis.dim] if by_entry else 1
+            return SampleAxis(dim, axis.inner * times)
     return _kept(node, here, dim, samples, axes)
 
 
@@ -132,19 +136,6 @@ def _viewed(
     if stride % step or (step * here.shape[dim]) % (stride * samples):
         return SampleAxis(dim, trouble="a view takes its samples apart")
     return SampleAxis(dim, stride // step)
-
-
-def _repeated(
-    node: fx.Node, here: torch.Tensor, dim: int, axes: dict[fx.Node, SampleAxis]
-) -> SampleAxis:
-    """Repeated as a whole, or entry by entry."""
-    (source,) = node.all_input_nodes
-    axis, before = axes.get(source), tensor(source)
-    if axis is None or before is None or axis.dim < 0 or axis.trouble:
-        return axis or SampleAxis(dim, trouble=UNORDERED)
-    if base_name(node) == "repeat_interleave":
-        return SampleAxis(dim, axis.inner * (here.shape[dim] // before.shape[axis.dim]))
-    return SampleAxis(dim, axis.inner)
 
 
 def _kept(
