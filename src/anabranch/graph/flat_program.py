@@ -113,7 +113,7 @@ class FlatProgram:
         """Operation and module of every call, which are equal for any number of samples; a view may
         be a reshape on another device.
         """
-        same = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+        same: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
         return [(str(same.get(node.target, node.target)), frame(node)) for node in self.calls]
 
 
