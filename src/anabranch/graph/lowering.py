@@ -112,7 +112,8 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
             guards = [
                 guard.expr.xreplace(scope.replacements)
                 for guard in scope.guards
-                if samples > 1 or not _is_of_call(guard)
+                if samples > 1
+                or getattr(guard.sloc.framework_loc, "filename", None) != torch._ops.__file__
             ]
         elif (isinstance(size, torch.SymInt) and not size.node.expr.is_number) or int(
             size
@@ -123,11 +124,6 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
     # all the same.
     if any(guard.xreplace(known) == sympy.false for guard in guards):
         raise RefusedError
-
-
-def _is_of_call(guard: Any) -> bool:
-    """True for what an operation has asked, rather than Python code."""
-    return getattr(guard.sloc.framework_loc, "filename", None) == torch._ops.__file__
 
 
 def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymInt]:

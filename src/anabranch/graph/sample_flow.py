@@ -118,7 +118,7 @@ class _Follower:
         """True if a tensor made of Python's numbers is the same for any number of samples."""
         pair = ((self.program, node), (self.other, self.twins[node]))
         here, there = (p.constants[p.sources[n].name] for p, n in pair)
-        if here is there or here.shape != there.shape or here.is_meta:
+        if here is there or here.is_meta or here.shape != there.shape:
             return here.shape == there.shape
         return torch.equal(here.to_dense(), there.to_dense())
 
