@@ -148,16 +148,33 @@ class Aligned(Tokens):
 
 
 class WrittenInPlace(Tokens):
-    """The labels of the first tokens are ignored by a write through a view, and two sums are
-    collected in a tensor; what is counted is that of the batch as well.
+    """The labels of the first tokens are ignored by a write through a view, the first scores are
+    squared in place, and two sums are collected in a tensor; what is counted is that of the batch
+    as well.
     """
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         scores, target, sums = self.scores(x), label.clone(), x.new_zeros(2)
         target[:, :2] = -100
+        scores[..., 0].add_(1).pow_(2)
         sums[0] = F.cross_entropy(scores.flatten(0, 1), target.flatten())
         sums[1] = scores.square().mean()
         return sums.sum()
+
+
+class Spectrum(Tokens):
+    """Products of low frequencies, written into a tensor of zeros, as Fourier operators have it;
+    the loss has one entry.
+    """
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        frequencies = torch.fft.rfft(self.scores(x))
+        kept = torch.zeros_like(frequencies)
+        kept[..., :2] = frequencies[..., :2] * torch.complex(
+            self.head.bias[:2], self.head.bias[2:4]
+        )
+        kept[:, 0, 3] = frequencies[:, 1, 3].conj()
+        return torch.fft.irfft(kept).square().mean().reshape(1)
 
 
 class MeansCompared(Tokens):
@@ -401,6 +418,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "pairs of the chosen": (ChosenPairs, "coupled"),
     "margins of the chosen": (ChosenMargins, "coupled"),
     "written in place": (WrittenInPlace, "weighted mean"),
+    "spectrum": (Spectrum, "mean"),
     "means compared": (MeansCompared, "coupled"),
     "weighed": (Weighed, "sum"),
     "saturated": (Saturated, "sum"),

@@ -99,12 +99,17 @@ class Product(nn.Module):
         (lambda h: torch.einsum("ni,nj->ij", h, h), "sum"),
         (lambda h: torch.einsum("n...,n...->...", h, h.exp()), "sum"),
         (lambda h: torch.einsum("ni,mi->i", h, h.exp()), "coupled"),
+        (lambda h: h.reshape(-1, 2) * h[:, :2].repeat(3, 1), "coupled"),
+        (lambda h: h.reshape(-1, 2) * h[:, :2].repeat_interleave(3, 0), "sum"),
+        (lambda h: h.view(-1, 3, 2).transpose(0, 1).flatten(0, 1) * h[:, :2].repeat(3, 1), "sum"),
     ],
 )
 def test_a_product_of_two_sums_over_samples_is_not_a_sum(
     product: Callable[[Tensor], Tensor], kind: str
 ) -> None:
-    """A mean times itself is read twice by one call; a sum of products over samples is a sum."""
+    """A mean times itself is read twice by one call; a sum of products over samples is a sum, if
+    these are of one sample each.
+    """
     assert capture(Product(product), batch(4)).graph.loss_kind == kind
 
 

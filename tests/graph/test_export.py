@@ -146,13 +146,31 @@ class Tripled(torch.autograd.Function):
         return grad * 3
 
 
-def test_custom_gradient_is_refused() -> None:
-    """The tracer would lose the backward silently; the error names class, file and line."""
-    module = Net(lambda _, h: Tripled.apply(h))
+triple = Tripled.apply
+
+
+@pytest.mark.parametrize("body", [lambda _, h: Tripled.apply(h), lambda _, h: triple(h)])
+def test_custom_gradient_is_refused(body: Any) -> None:
+    """The tracer would lose the backward silently, also of what was bound before; the error names
+    class, file and line.
+    """
     with pytest.raises(CaptureError, match=r"test_export.py:\d+ .*Tripled.apply.*custom_op"):
-        capture(module, batch())
+        capture(Net(body), batch())
     # Afterwards functions work as before.
     assert Tripled.apply(torch.ones(1)).item() == 2.0
+
+
+def test_a_sparse_tensor_is_a_constant() -> None:
+    """As the adjacency matrix of a graph is; a buffer would be saved and sent, and is refused."""
+    module = Net(lambda net, h: h + torch.sparse.mm(net.near, net.nodes).sum())
+    module.nodes, near = torch.nn.Parameter(torch.ones(3, 8)), torch.eye(3).to_sparse()
+    module.near = near
+    captured = capture(module, batch())
+    assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
+    del module.near
+    module.register_buffer("near", near)
+    with pytest.raises(CaptureError, match=r"buffer near is a sparse tensor.*del module.near"):
+        capture(module, batch())
 
 
 def test_a_hook_on_a_gradient_is_refused() -> None:

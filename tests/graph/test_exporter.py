@@ -21,6 +21,7 @@ METRICS: list[Metric] = [
     lambda found, y, loss: 100 * (found == y).float().mean().item(),
     lambda found, y, loss: 1 + (found == y).sum().item() / len(y) - 0.5,
     lambda found, y, loss: 1 - (found == y).sum().item() / len(y),
+    lambda found, y, loss: 100.0 * (found == y).sum().item() / float(len(y)),
     lambda found, y, loss: -loss.item(),
     lambda found, y, loss: (found == y).sum().half().item() * 100_000,
     lambda found, y, loss: (y - y).to(torch.uint8).sum(dtype=torch.uint8).item() - 5,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from anabranch.graph.capture import capture
 from anabranch.graph.flat_program import FlatProgram
@@ -37,6 +38,31 @@ def test_programs_of_any_size_have_fixed_shapes_and_the_loss_of_the_module(sampl
     assert captured.programs.at(samples) is program
 
 
+class Queries(nn.Module):
+    """Learned queries for the images ``[n, 2, 4]`` of a sample, counted by its text ``[n, 5]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.queries = nn.Linear(4, 4), nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, images: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        text, images = text[:, :-1], self.layer(images.flatten(0, 1))
+        images = images.reshape(text.shape[0], images.shape[0] // text.shape[0], 1, 4)
+        heads = *images.shape[:2], 2, 2, 2
+        attended = self.queries.expand(*images.shape[:2], 2, 4).reshape(heads)
+        return (images.reshape(*heads[:2], 1, 2, 2) * attended).sum() + text.square().sum()
+
+
+def test_order_of_strides_is_no_reason_to_export_one_sample_anew() -> None:
+    """What was asked of it holds for several samples only."""
+    module, given = Queries(), (torch.randn(3, 2, 4), torch.randn(3, 5))
+    captured = capture(module, given)
+    one = tuple(leaf[:1] for leaf in given)
+    loss, _ = run_stages(split(captured, one_stage(captured)), one)
+    assert torch.equal(loss, module(*one).detach())
+    assert not captured.programs.exporter.fixed
+
+
 def test_constructed_tensors_follow_the_device() -> None:
     """Devices are constants in an exported program; a program for another device has none left."""
     positions = lambda _, h: h + torch.arange(8, device=h.device) + torch.tensor(2.0)  # noqa: E731
@@ -45,6 +71,21 @@ def test_constructed_tensors_follow_the_device() -> None:
     assert {value.device.type for value in values_of(program)} == {"meta"}
     assert devices_of(program) == {torch.device("meta")}
     assert devices_of(captured.programs.at(4)) == {torch.device("cpu")}
+
+
+def _attended(_: Net, h: torch.Tensor) -> torch.Tensor:
+    heads = h.view(len(h), 4, 2, 1).transpose(1, 2)
+    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return attended.transpose(1, 2).contiguous().view(len(h), 8)
+
+
+def test_views_follow_the_order_in_which_a_device_has_its_results() -> None:
+    """Attention on a CPU has heads after tokens in memory, so ``contiguous`` is not in the trace,
+    but needed on a device without values.
+    """
+    captured = capture(Net(_attended), batch())
+    program = captured.programs.at(2, device="meta")
+    assert program.signature() == captured.programs.at(2).signature()
 
 
 @pytest.mark.parametrize(

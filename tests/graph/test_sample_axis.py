@@ -27,10 +27,10 @@ class Net(nn.Module):
         return torch.sin(self.function(x * self.weight)).mean()
 
 
-def axis(function: Callable[[Tensor], Tensor]) -> SampleAxis:
+def axis(function: Callable[[Tensor], Tensor], name: str = "sin") -> SampleAxis:
     captured = capture(Net(function), {"x": torch.randn(N, L, H * E)})
     axes = sample_axes(captured.programs.at(N), captured.programs.at(2 * N))
-    return next(axes[node] for node in axes if base_name(node) == "sin")
+    return next(axes[node] for node in axes if base_name(node) == name)
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
@@ -64,6 +64,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
         lambda x: torch.cat([h := x.reshape(-1, H * E), h], -1),
         SampleAxis(0, L),
     ),
+    "repeated": (lambda x: x.repeat(2, 1, 1), SampleAxis(0, 1)),
+    "repeated one by one": (lambda x: x.repeat_interleave(2, 0), SampleAxis(0, 2)),
     "numbered": (
         lambda x: (h := x.reshape(-1, H * E))[torch.arange(len(h))],
         SampleAxis(0, L),
@@ -78,6 +80,12 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
     ),
     "no samples": (lambda x: x.mean(0), SampleAxis(-1)),
 }
+
+
+def test_a_row_that_is_repeated_for_each_sample_has_the_samples() -> None:
+    """Positions for all of them are sent, and cut, like a sample's own values."""
+    rows = lambda x: x[:, 0] * torch.ones(1, H * E).repeat(len(x), 1)  # noqa: E731
+    assert axis(rows, "repeat") == SampleAxis(0)
 
 
 @pytest.mark.parametrize("name", CASES)

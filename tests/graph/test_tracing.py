@@ -174,6 +174,27 @@ def test_an_encoder_makes_its_mask_as_in_a_plain_call() -> None:
     assert check_split(captured, tokens, one_stage(captured), exact=False) < 1e-5
 
 
+class Masked(nn.Module):
+    """A decoder of PyTorch's own; its masks were made with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.stack = nn.TransformerEncoder(self.layer, 1)
+        self.causal = nn.Transformer.generate_square_subsequent_mask(3)
+        self.register_buffer("near", torch.ones(3, 3).triu(2).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(self.stack(x, mask=self.near), mask=self.causal).square().mean()
+
+
+def test_a_transformer_does_without_the_values_of_its_mask() -> None:
+    """They tell which kernel is the faster one."""
+    captured, x = capture(Masked(), torch.randn(4, 3, 4)), torch.randn(3, 3, 4)
+    assert check_split(captured, x, one_stage(captured), exact=False) < 1e-5
+    assert captured.evaluation().graph.ops
+
+
 def test_code_of_other_libraries_is_not_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its folder begins with the same letters, as that of torchvision does."""
     code = compile("def check(x):\n    assert (x < 100).all()\n    return x\n", LIBRARY, "exec")

@@ -237,15 +237,19 @@ def test_a_factor_that_branches_on_the_number_of_samples_is_refused(
 
 
 class Scheduled(Net):
-    """The weight of a loss, which the training loop changes; and an attribute without meaning."""
+    """The weight of a loss, which the training loop changes; a list of parameters, which every step
+    changes; and an attribute without meaning.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.weights, self.seen = 1.0, {"aux": 1.0}, 0
+        self.decayed = [*self.parameters()]
         self.register_buffer("kept", torch.ones(()))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.entries(x, y).mean() * self.weight * self.weights["aux"] * self.kept
+        decay = sum(parameter.square().sum() for parameter in self.decayed)
+        return self.entries(x, y).mean() * self.weight * self.weights["aux"] * self.kept + decay
 
 
 def weight(module: Any, step: int) -> None:

@@ -102,6 +102,8 @@ def _snapshot(value: Any, depth: int = 0) -> Any:
     """Key by which equal values are told: identity and version of tensors, entries of lists."""
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, nn.Parameter):  # in a list; every step changes it, and it is read anew
+        return id(value)
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if depth > 2:

@@ -86,6 +86,8 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
             "entry named loss, or a tuple of the loss and a mapping of metrics (pass the labels in "
             "the batch)"
         )
+    if loss.dim() and all(type(n) is int and n == 1 for n in loss.shape):
+        loss = loss.reshape(())  # one entry, which backward() takes as well
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in loss.shape]
         raise CaptureError(
@@ -202,9 +204,30 @@ def export(
                 if places:
                     message = f"{', '.join(sorted(places))}: {text}"
                     warnings.warn(message, CaptureWarning, stacklevel=2)
+            _name_listed_parameters(exported, module)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
+
+
+def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.Module) -> None:
+    """Have parameters that a module also keeps elsewhere, as in a list, be inputs of their names: a
+    trace takes them for constants, without gradients.
+    """
+
+    def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+        if tensor.layout is not torch.strided:
+            return (id(tensor),)
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return *place, tensor.shape, tensor.stride()
+
+    kinds = torch.export.graph_signature.InputKind
+    names = {memory(parameter): name for name, parameter in module.named_parameters()}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is kinds.CONSTANT_TENSOR:
+            name = names.get(memory(exported.constants[str(spec.target)]))
+            if name is not None:
+                spec.kind, spec.target = kinds.PARAMETER, name
 
 
 class CaptureWarning(UserWarning):
@@ -235,8 +258,8 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     """Refuse custom gradients, hooks, derivatives and transforms inside the forward; trace
     checkpoints as plain calls, noted in ``checkpoints``.
     """
-    function = torch.autograd.Function
-    before = function.__dict__["apply"]
+    function, functions = torch.autograd.Function, torch.autograd.function
+    before, has_setup = function.__dict__["apply"], functions._is_setup_context_defined
     plain = checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -247,8 +270,14 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
             return run(*inputs)
         if cls is BackwardHookFunction:
             hook()
-        if cls.__module__.startswith("torch."):
-            return before.__func__(cls, *args, **kwargs)  # such as that of a torch.library operator
+        return before.__func__(cls, *args, **kwargs)
+
+    def applies(setup_context: Any) -> bool:
+        """Called by every ``apply``, also by one that was bound before, as ``f = F.apply``."""
+        cls = sys._getframe(1).f_locals["cls"]
+        if cls.__module__.startswith("torch."):  # such as that of a torch.library operator
+            return bool(has_setup(setup_context))  # type: ignore[no-untyped-call]
+        where = user_frame(traceback.extract_stack())
         raise CaptureError(
             f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward "
             "only, and its backward would silently be replaced by that of the forward's "
@@ -286,6 +315,7 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     )
     patches = [
         (function, "apply", classmethod(apply)),
+        (functions, "_is_setup_context_defined", applies),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", hook),
         (torch.autograd, "_engine_run_backward", differentiate),

@@ -69,6 +69,13 @@ class Exporter:
         device: torch.device,
         rewrites: Sequence[Rewrite] = (),
     ) -> None:
+        for name, buffer in module.named_buffers():
+            if buffer.layout is not torch.strided:
+                raise CaptureError(
+                    f"the buffer {name} is a sparse tensor, which checkpoints and messages do not "
+                    f"hold: keep it as a plain attribute (del module.{name}, then module.{name} = "
+                    "tensor), which the captured model has as a constant"
+                )
         # A module without values stays one here, whatever values it is given later.
         user, module = module, on_meta(module) if device.type == "meta" else module
         self.module = module
@@ -187,9 +194,9 @@ class Exporter:
             where = "".join(f"{line}: " for line in getattr(error, "__notes__", ()))
             raise CaptureError(
                 f"{type(self.module).__name__} cannot be captured with {samples} samples on "
-                f"{device or self.device}: {where}{text} ({type(error).__name__}); types have to "
-                "be those of that device, and sizes follow from those of the batch, not from its "
-                "values"
+                f"{device or self.device}: {where}{text} ({type(error).__name__}); write that line "
+                "with other tensor operations, whose types are those of that device, and whose "
+                "sizes follow from those of the batch, not from its values"
             ) from error
         program = numbers_as_tensors(program, self.outputs)
         for node, source in program.writes_to(BATCH_LEAF):
@@ -304,6 +311,8 @@ def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
     if number.target is _aten.item.default:
         # One number, which neither overflows nor is as coarse as those of small types.
         return insert(output, _aten.sum.default, *number.args, dtype=torch.float64)
+    if number.target is torch.sym_float:
+        return _tensor(number.args[0], metric, output)
     terms, known = list(number.args), _ARITHMETIC
     if not isinstance(terms[0], fx.Node):
         terms, known = terms[::-1], _BEHIND

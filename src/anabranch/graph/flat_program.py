@@ -110,8 +110,11 @@ class FlatProgram:
         return {self.sources[node].kind for node in upstream(nodes) if node in self.sources}
 
     def signature(self) -> list[tuple[str, str]]:
-        """Operation and module of every call, which are equal for any number of samples."""
-        return [(str(node.target), frame(node)) for node in self.calls]
+        """Operation and module of every call, which are equal for any number of samples; a view may
+        be a reshape on another device.
+        """
+        same: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+        return [(str(same.get(node.target, node.target)), frame(node)) for node in self.calls]
 
 
 def upstream(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -109,13 +109,19 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
             known[size.node.expr] = samples
             scope = size.node.shape_env
-            guards = [g.expr.xreplace(scope.replacements) for g in scope.guards]
+            guards = [
+                guard.expr.xreplace(scope.replacements)
+                for guard in scope.guards
+                if samples > 1
+                or getattr(guard.sloc.framework_loc, "filename", None) != torch._ops.__file__
+            ]
         elif (isinstance(size, torch.SymInt) and not size.node.expr.is_number) or int(
             size
         ) != samples:
             raise RefusedError
-    # The tracer takes one sample for a size of its own and asks nothing about it; the operations
-    # are right for it all the same.
+    # The tracer takes one sample for a size of its own and asks nothing about it, or an operation
+    # asks for an order of strides, which one sample has none of; the operations are right for it
+    # all the same.
     if any(guard.xreplace(known) == sympy.false for guard in guards):
         raise RefusedError
 
@@ -222,6 +228,10 @@ class _ProgramBuilder:
         try:
             value = target(*values, **options)
         except Exception as error:
+            if target is _aten.view.default:
+                # A kernel of another device has its results in another order of memory, in which
+                # what was contiguous in the trace, and so not copied, is to be now.
+                return self.made(like, _aten.reshape.default, args, kwargs, name=name)
             error.add_note(user_line(like))
             raise
         if isinstance(value, int | float):

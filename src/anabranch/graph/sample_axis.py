@@ -27,9 +27,10 @@ from anabranch.graph.call_traits import arguments, base_name, dims_along, is_int
 from anabranch.graph.flat_program import CallKey, FlatProgram
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
+_REPEATS = ("repeat", "tile", "repeat_interleave")
 _REORDER = operations.words(
     """
-    cat stack concat index_select gather flip roll repeat sort argsort topk index_copy index_add
+    cat stack concat index_select gather flip roll sort argsort topk index_copy index_add
     index_reduce scatter scatter_add scatter_reduce masked_scatter
     """
 )
@@ -113,6 +114,12 @@ def _axis(
         return SampleAxis(dim, trouble=PAIRS)
     if base_name(node) in _VIEWS:
         return _viewed(node.all_input_nodes[0], here, dim, samples, axes)
+    if base_name(node) in _REPEATS and len(node.all_input_nodes) == 1:
+        axis, before = axes.get(node.all_input_nodes[0]), tensor(node.all_input_nodes[0])
+        if axis is not None and before is not None and axis.dim >= 0 and not axis.trouble:
+            by_entry = base_name(node) == "repeat_interleave"  # or as a whole
+            times = size // before.shape[axis.dim] if by_entry else 1
+            return SampleAxis(dim, axis.inner * times)
     return _kept(node, here, dim, samples, axes)
 
 
@@ -210,6 +217,8 @@ def is_across(
     axis, value = axes.get(source, SampleAxis(-1)), tensor(source)
     if value is None:
         return False
+    if _pairs_others(node, name, axes, samples):
+        return True
     dim, rank, options = axis.dim, value.dim(), arguments(node)
     if axis.trouble == RAGGED:
         dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
@@ -235,3 +244,20 @@ def is_across(
     if name in operations.RECURRENT:
         return dim == bool(options.get("batch_first", True))
     return ("scaled_dot_product" in name or name in ("tril", "triu")) and dim >= rank - 2
+
+
+def _pairs_others(
+    node: fx.Node, name: str, axes: Mapping[fx.Node, SampleAxis], samples: int
+) -> bool:
+    """True for an operation on entries at the same places of values whose samples are folded in
+    different ways, such as ``x.flatten(0, 1) + y.repeat(3, 1)``.
+    """
+    is_by_entry = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if not is_by_entry and name not in operations.PRODUCTS | operations.REDUCED:
+        return False
+    folds: dict[int, set[int]] = {}
+    for source in node.all_input_nodes:
+        axis, value = axes.get(source, SampleAxis(-1)), tensor(source)
+        if axis.dim >= 0 and not axis.trouble and value is not None:
+            folds.setdefault(value.shape[axis.dim], set()).add(axis.inner)
+    return any(len(inner) > 1 for size, inner in folds.items() if size > samples)

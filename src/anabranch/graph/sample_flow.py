@@ -118,7 +118,9 @@ class _Follower:
         """True if a tensor made of Python's numbers is the same for any number of samples."""
         pair = ((self.program, node), (self.other, self.twins[node]))
         here, there = (p.constants[p.sources[n].name] for p, n in pair)
-        return here.shape == there.shape and (here.is_meta or torch.equal(here, there))
+        if here is there or here.is_meta or here.shape != there.shape:
+            return here.shape == there.shape
+        return torch.equal(here.to_dense(), there.to_dense())
 
     def write(self, node: fx.Node) -> None:
         """Mark every value that shares the memory of what a call writes in place."""

@@ -289,6 +289,22 @@ def _never(_: Any) -> Callable[[], bool]:
     return lambda: False
 
 
+def _causal_if_known(detect: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether a mask is the causal one, which ``nn.Transformer`` asks to take a faster kernel: no
+    for a buffer, whose values a trace does not know, and the kernel for any mask serves.
+    """
+
+    def detected(mask: torch.Tensor | None, is_causal: bool | None, *size: Any) -> bool:
+        if isinstance(mask, FakeTensor) and _depends_on_batch(mask):
+            return is_causal is True
+        if mask is None or isinstance(mask, FakeTensor):
+            return detect(mask, is_causal, *size)
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():  # kept in an attribute
+            return detect(mask, is_causal, *size)
+
+    return detected
+
+
 _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Gemma3: masks that let the tokens of one image see each other.
     ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
@@ -300,6 +316,11 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     *(
         (f"transformers.models.{name}.modeling_{name}", "is_torchdynamo_compiling", _never)
         for name in ("longt5", "pop2piano", "switch_transformers", "udop")
+    ),
+    (
+        "torch.nn.modules.transformer",
+        "_detect_is_causal_mask",
+        lambda transformer: _causal_if_known(transformer._detect_is_causal_mask),
     ),
     ("torch.nn.functional", "ctc_loss", lambda functional: traceable(functional.ctc_loss)),
 )

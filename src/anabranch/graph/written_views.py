@@ -52,11 +52,13 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
         return make(_aten.zeros_like.default, changed)
     if name == "fill" and not isinstance(others[0], fx.Node):
         return make(_aten.full_like.default, changed, others[0])
-    twin = getattr(getattr(_aten, name, None), target._overloadname, None)
+    overloads = target._overloadname, f"Tensor_{target._overloadname}"  # of pow_.Scalar
+    found = [getattr(getattr(_aten, name, None), overload, None) for overload in overloads]
+    twins = [twin for twin in found if twin and str(twin._schema.arguments[0].type) == "Tensor"]
     is_copy = name in ("copy", "fill")
-    if twin is None and not is_copy:
+    if not twins and not is_copy:
         return None
-    value = others[0] if is_copy else make(twin, *args, **kwargs)
+    value = others[0] if is_copy else make(twins[0], *args, **kwargs)
     like, now = changed.meta["val"], value.meta["val"]
     if now.device != like.device:
         return None
@@ -93,7 +95,7 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
     if view.target is operator.getitem:
         return _put_part_back(view, source, value, make)
     name, rest = _name(view), view.args[1:]
-    like = source.meta["val"]
+    like, make = source.meta["val"], _of_reals(make)
     if view.meta["val"].dtype != like.dtype:
         return None
     if name in _KEEPS_ORDER:
@@ -116,7 +118,7 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
 
 
 def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.Node | None:
-    parts, index = item.args
+    (parts, index), make = item.args, _of_reals(make)
     assert isinstance(parts, fx.Node)
     assert isinstance(index, int)
     name = _name(parts)
@@ -129,6 +131,23 @@ def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -
     sizes = [part.shape[dim] for part in parts.meta["val"]]
     start = sum(sizes[:index])
     return make(_aten.slice_scatter.default, source, value, dim, start, start + sizes[index])
+
+
+def _of_reals(make: Make) -> Make:
+    """The same, with scatters of complex numbers, which have no derivative, on pairs of reals."""
+
+    def made(target: Any, source: fx.Node, *rest: Any) -> fx.Node:
+        like = source.meta["val"]
+        if not like.is_complex() or "_scatter" not in target._schema.name:
+            return make(target, source, *rest)
+        value, *places = rest
+        for i in range(len(places)):
+            if target._schema.arguments[i + 2].name.startswith("dim"):
+                places[i] %= like.dim()
+        pairs = [make(_aten.view_as_real.default, part) for part in (source, value)]
+        return make(_aten.view_as_complex.default, make(target, *pairs, *places))
+
+    return made
 
 
 def viewed(path: list[fx.Node], value: fx.Node, make: Make) -> fx.Node:
