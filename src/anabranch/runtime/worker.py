@@ -139,7 +139,8 @@ class _Task:
 
     Attributes:
         channel: of a receive: index into ``_Tasks.channels``.
-        completes: the last message of its channel's micro-batch, after which the next is posted.
+        completes: the last message of its channel's micro-batch, after which the next is posted; or
+            the last that carries what a pass has made.
     """
 
     action: Action
@@ -168,6 +169,7 @@ class _Tasks:
 def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
     lasts = {a.stage: a for a in actions if a.kind.ends_backward}
     receives: defaultdict[tuple[object, ...], dict[int, list[_Task]]] = defaultdict(dict)
+    sends: dict[tuple[int, Kind, int], _Task] = {}
     handovers = _handovers(worker)
     tasks = []
     for action in actions:
@@ -178,10 +180,14 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
             task.items = worker.layout.items(action)
             task.specs = tuple((item.shape, item.dtype) for item in task.items)
             task.rank, task.tag = worker.rank_of[action.peer], worker.layout.tag(action)
+        if action.kind.is_send:
+            sends[action.stage, action.kind, action.microbatch] = task
         if action.kind.is_receive:
             channel = receives[action.stage, action.peer_stage, action.peer, action.kind]
             channel.setdefault(action.microbatch, []).append(task)
         tasks.append(task)
+    for task in sends.values():
+        task.completes = True
     for index, channel in enumerate(receives.values()):
         for messages in channel.values():
             messages[-1].completes = True
@@ -244,7 +250,7 @@ class BatchRun:
         self.number, self.leaves, self.actions = number, leaves, list[Action]()
         self.outcome = compute.begin(leaves, number, train=train)
         self.compute, self.transport, self.place = compute, worker.transport, worker.place
-        self.clock, self.stages = worker.clock, worker.graph.stages
+        self.clock = worker.clock
         self.tasks, self.watcher = tasks, watcher
         self.receipts: dict[_Task, Receipt] = {}
         self.posted = [0] * len(tasks.channels)
@@ -263,10 +269,6 @@ class BatchRun:
         """Do a forward or a backward with its messages; return False if there is none here."""
         tasks = self.tasks.passes.get((kind, microbatch), ())
         self.execute(tasks)
-        if kind is Kind.FORWARD:
-            for stage in self.tasks.last_backwards:
-                if self.stages[stage].recompute:
-                    self.made.pop(stage, None)  # such a stage keeps only what enters it
         return bool(tasks)
 
     def execute(self, tasks: Sequence[_Task]) -> None:
@@ -314,6 +316,10 @@ class BatchRun:
         if task.items:
             tensors = self.parts(task.action.stage, task.items)
             self.transport.send(tensors, task.rank, task.tag)
+        if task.completes:
+            # A stage keeps what enters it, and what its operators need for their backwards.
+            made = self.made if task.action.kind.is_forward else self.returned
+            made.pop(task.action.stage, None)
 
     def parts(self, stage: int, items: Sequence[Item]) -> list[Tensor]:
         """Return the parts of a stage's last outputs that a message carries."""
@@ -334,7 +340,7 @@ class BatchRun:
         arrived = self.values.pop(task.key, None) or {}
         values = {value: assemble(parts) for value, parts in arrived.items()}
 
-        self.made.pop(task.action.stage, None)  # of the micro-batch before: it has been sent
+        self.made.pop(task.action.stage, None)  # what is only handed over here goes in no message
         self.made[task.action.stage] = self.compute.forward(task.key, values)
         self.hand_over(task)
 

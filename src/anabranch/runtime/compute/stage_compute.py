@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
@@ -70,7 +71,7 @@ class _ActivationStash:
 
     leaves: list[tuple[Port, Tensor]]
     aliases: list[Tensor]
-    outputs: list[tuple[Port, Tensor]]
+    outputs: list[tuple[Port, GradientEdge]]
     loss: Tensor | None
     calls: list[CallWithWeights]
 
@@ -131,7 +132,7 @@ class StageCompute:
             numbers["loss"] = loss
         self._outcome.note(key, piece.weights, {name: n.detach() for name, n in numbers.items()})
         if self._train:
-            kept = [] if piece.recompute else outputs
+            kept = [] if piece.recompute else _ends(outputs)
             self._stash[key] = _ActivationStash(
                 inputs, aliases, kept, None if piece.recompute else loss, _noted(piece)
             )
@@ -219,25 +220,25 @@ class StageCompute:
     def _differentiate(
         self, piece: _BatchSlice, key: Key, stash: _ActivationStash, arrived: Mapping[Port, Tensor]
     ) -> dict[Port, Tensor]:
-        tensors, gradients = [], []
-        for port, output in stash.outputs:
-            if port in arrived and output.requires_grad:
-                tensors.append(output)
+        ends, gradients = [], []
+        for port, end in stash.outputs:
+            if port in arrived:
+                ends.append(end)
                 gradients.append(arrived[port])
         if stash.loss is not None and stash.loss.requires_grad:
-            tensors.append(stash.loss)
+            ends.append(get_gradient_edge(stash.loss))
             scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
             gradients.append(torch.full_like(stash.loss, piece.weights["loss"] * scale))
-        if tensors and stash.calls:
+        if ends and stash.calls:
             waiting = {p for call in stash.calls for p in call.parameters}
             inputs = [leaf for _, leaf in stash.leaves] + stash.aliases
             inputs += [p for p in piece.runnable.program.module.parameters() if p not in waiting]
             torch.autograd.backward(
-                tensors, gradients, retain_graph=True, inputs=[t for t in inputs if t.requires_grad]
+                ends, gradients, retain_graph=True, inputs=[t for t in inputs if t.requires_grad]
             )
             self._second_halves[key] = stash.calls
-        elif tensors:
-            torch.autograd.backward(tensors, gradients)
+        elif ends:
+            torch.autograd.backward(ends, gradients)
         for use, alias in zip(piece.runnable.program.tied, stash.aliases, strict=True):
             if alias.grad is not None:
                 self._outcome.tied[use.name, key[1], use.order] = alias.grad
@@ -252,13 +253,18 @@ class StageCompute:
         """The forward once more, for its autograd graph."""
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         outputs, loss = _outputs_and_loss(piece.runnable.program, results)
-        return _ActivationStash(stash.leaves, stash.aliases, outputs, loss, _noted(piece))
+        return _ActivationStash(stash.leaves, stash.aliases, _ends(outputs), loss, _noted(piece))
 
 
 def _noted(piece: _BatchSlice) -> list[CallWithWeights]:
     """Return the calls of the forward that ran last whose weights can wait."""
     notes = piece.runnable.notes
     return [] if notes is None else notes.take()
+
+
+def _ends(outputs: list[tuple[Port, Tensor]]) -> list[tuple[Port, GradientEdge]]:
+    """Where backwards begin, without the outputs, which nobody else may keep once they are sent."""
+    return [(port, get_gradient_edge(out)) for port, out in outputs if out.requires_grad]
 
 
 def _outputs_and_loss(
