@@ -62,10 +62,10 @@ def step_of(graph: StageGraph, schedule: str) -> tuple[StageGraph, Timeline]:
     return warm, run(warm, rule_named(schedule).order(warm), equal(warm))
 
 
-def panels(steps: Mapping[str, tuple[StageGraph, Timeline]]) -> str:
+def panels(steps: Mapping[str, tuple[StageGraph, Timeline]], *, is_endless: bool = False) -> str:
     """Timelines below each other."""
     shown = [ShownTimeline(title, timeline, graph) for title, (graph, timeline) in steps.items()]
-    return timeline_svg(shown)
+    return timeline_svg(shown, is_endless=is_endless)
 
 
 def schedules() -> str:
@@ -95,7 +95,8 @@ def asynchronous() -> str:
         {
             "synchronous: one batch of 4 micro-batches": step_of(graph, "1f1b"),
             "asynchronous: 8 mini-batches": (repeated(single, 8), endless),
-        }
+        },
+        is_endless=True,
     )
 
 

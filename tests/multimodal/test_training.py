@@ -57,7 +57,7 @@ def test_steps_are_those_of_a_plain_loop_with_other_images_in_each(
     stages = tuple(replace(s, devices=(0,), microbatch_size=2) for s in plan.stage_graph.stages)
     graph = rule_named("1f1b").warm_up(replace(plan.stage_graph, stages=stages))
     pipeline = Pipeline(workload, replace(plan, stage_graph=graph), captured=captured)
-    with pytest.warns(UserWarning, match="no gradient reaches"):  # the tower's last layer
+    with pytest.warns(UserWarning, match=r"reaches .* and \d+ more"):  # the tower's last
         losses = [pipeline.step(batch) for batch in pipeline.batches(epochs=1)]
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for own, loss in zip(owns, losses, strict=True):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.cli.run_results import say_run
+from anabranch.cli.run_results import keeping, say_run
+from anabranch.errors import TrainingError
 from anabranch.plans.plan import memory_text, time_text
 from anabranch.record import Run, StepPart, load_run, save_run
 from anabranch.record.figures import tables, told
@@ -168,3 +169,18 @@ def test_why_no_memory_was_measured(change: dict[str, tuple[float, ...]], why: s
     (said,) = (figure.line for figure in told(run.figures()) if figure.name == "peak memory")
     assert said.startswith("not measured, predicted 7 B; ")
     assert why in said
+
+
+def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
+    """Neither the figures nor the line in the terminal speak of steps."""
+    run = replace(RUN, losses=(), failure="the disk is on fire")
+    assert told(run.figures())[0].line == "in the evaluation, the disk is on fire"
+
+    def evaluate() -> None:
+        with keeping(lambda kept: (kept, Path("kept")), tmp_path) as note_trained:
+            note_trained(run)
+            raise TrainingError("no more")
+
+    with pytest.raises(TrainingError):
+        evaluate()
+    assert capsys.readouterr().err == "kept has this failure\n"

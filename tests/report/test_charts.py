@@ -47,6 +47,10 @@ def test_the_curve_of_a_resumed_run_begins_behind_the_steps_before():
     root = parse(curve_chart("loss", [3.0, 2.0, 1.0] * 20, before=60).svg())
     numbers = [int(t.text or "") for t in of_class(root, "text", "num")]
     assert numbers == [61, 65, 70, 75, 80, 85, 90, 95, 100, 105, 110, 115, 120]
+    unit = next(t for t in of_class(root, "text", "right") if t.text == "step")
+    first = of_class(root, "text", "num")[0]
+    # The unit ends before the first number, which is centred on its step.
+    assert float(first.get("x", "")) - float(unit.get("x", "")) >= 12
     (path,) = of_class(root, "path", "line0")
     (other,) = of_class(parse(curve_chart("loss", [3.0, 2.0, 1.0] * 20).svg()), "path", "line0")
     assert path.get("d") == other.get("d")

@@ -16,6 +16,7 @@ import typer
 from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows
 from anabranch.cli.training_settings import TrainingSettings
+from anabranch.errors import FileFormatError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -44,11 +45,14 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
 
 
 @contextmanager
-def keeping(keep: Callable[[Run], tuple[Run, Path]]) -> Iterator[Callable[[Run | None], None]]:
+def keeping(
+    keep: Callable[[Run], tuple[Run, Path]], save: Path | None
+) -> Iterator[Callable[[Run | None], None]]:
     """Yield a function for a rank to call behind its last step; a run that fails then is kept.
 
     Args:
         keep: writes a run into the folder that it returns.
+        save: where its checkpoints are.
     """
     with TemporaryFile() as file:  # which local ranks inherit
 
@@ -65,8 +69,21 @@ def keeping(keep: Callable[[Run], tuple[Run, Path]]) -> Iterator[Callable[[Run |
             with suppress(EOFError, OSError, pickle.UnpicklingError):
                 if (run := pickle.load(file)) is not None:
                     _, folder = keep(replace(run, failure=str(error) or "ended by Ctrl-C"))
-                    note(f"all steps were made: {folder} has their figures, and this failure")
+                    note(_kept(run, folder, save))
             raise
+
+
+def _kept(run: Run, folder: Path, save: Path | None) -> str:
+    """Return what is left of a run that failed after its last step, and how to evaluate it."""
+    from anabranch.checkpoint import Checkpoint
+
+    if not run.losses:
+        return f"{folder} has this failure"
+    text = f"all steps were made: {folder} has their figures, and this failure"
+    with suppress(FileFormatError):  # writing the checkpoint may be what failed
+        if save is not None and Checkpoint(save).progress.step == run.first_step + len(run.losses):
+            text += f"; {save} has the model: train with --resume {save} --steps 0 evaluates it"
+    return text
 
 
 def foreseen(job: Job, plan: Plan) -> tuple[Plan, Timeline]:

@@ -51,7 +51,7 @@ def beside(document: Document, name: str, other: Document) -> list[ReportTable]:
 def _learned(document: Document) -> Iterator[Figure]:
     losses, metrics = document["losses"], document["metrics"]
     if failure := document.get("failure"):
-        yield Figure("failed", "behind the last step", failure)
+        yield Figure("failed", "after the last step" if losses else "in the evaluation", failure)
     if document["resumed"]:
         more = f"from checkpoint {document['resumed']}"
         more += "; what follows is of the steps since then" if losses else ", and made no step"

@@ -46,7 +46,8 @@ def curve_chart(
         drawing.add(text("muted right", left - 8, y(level) + 4, 11, significant(level)))
     for step in _step_ticks(before, longest, round((right - left) / 90)):
         drawing.add(text("muted num", x(step - before), bottom + 18, 11, f"{step:,}"))
-    drawing.add(text("muted right", left - 8, bottom + 18, 11, unit))
+    beside = left - 5 - 3.5 * len(f"{before + 1:,}")  # of the first number, which is centred
+    drawing.add(text("muted right", beside, bottom + 18, 11, unit))
     for css, series in (("line1", other), ("line0", values)):
         raw = [(x(i + 1), y(v) if math.isfinite(v) else math.nan) for i, v in enumerate(series)]
         many = sum(map(math.isfinite, series)) > 60

@@ -245,8 +245,8 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
     if captured.layout.types == {n: (leaf.shape[2:], leaf.dtype) for n, leaf in stacked.items()}:
         return (
             f"each sample of {which} is a batch: {'; '.join(differences)}. What has a length "
-            "and an index, as a list has, is taken for a data set of samples; give batches by a "
-            "function data(batch_size, epoch)"
+            "and an index, as a list has, is taken for a data set of samples; give a list of "
+            "batches as a function, lambda *_: batches"
         )
     return (
         f"{which} differs from the workload's example{' and buckets' * (len(buckets) > 1)} in more "

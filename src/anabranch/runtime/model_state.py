@@ -22,7 +22,7 @@ from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, re
 from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.device import accelerator
-from anabranch.errors import TrainingError
+from anabranch.errors import TrainingError, some
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_parallel.gradients import same_start, share_first
@@ -222,8 +222,8 @@ class ModelState:
             names += self._captured.unused
         if names:
             warnings.warn(
-                f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it "
-                "stays as it is; set requires_grad to False if that is meant",
+                f"no gradient reaches {some(names)}: the loss does not depend on them, so they "
+                "stay as they are; set requires_grad to False if that is meant",
                 stacklevel=4,
             )
 

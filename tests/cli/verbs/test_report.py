@@ -24,6 +24,9 @@ def test_another_run_is_laid_over(run, document, tmp_path: Path):
         assert f">{title}<" in html
     loss = html.partition("<h2>Loss</h2>")[2].partition("</section>")[0]
     assert re.findall(r'class="(line[01])"', loss) == ["line1", "line0"]
+    save_run(STEPS, tmp_path / "before" / "one")  # which a name alone would not tell apart
+    file = document("report", "one", "--against", "before/one", "-o", "both.html")["path"]
+    assert "Beside before/one" in Path(file).read_text(encoding="utf-8")
     code, _, _ = run("report", "one")
     assert (code, "Beside" in Path("one/report.html").read_text(encoding="utf-8")) == (0, False)
 

@@ -480,7 +480,8 @@ def test_an_evaluation_that_fails_loses_nothing_and_is_made_by_itself(run, docum
     failing = ("train", "tests.cli.models:with_failing_evaluation", *of_plan, "2")
     code, _, err = run(*failing, "--save", "saved", "--out", "kept")
     assert code == 1
-    assert "all steps were made: kept has their figures, and this failure" in err
+    assert "all steps were made: kept has their figures, and this failure; saved has the" in err
+    assert "train with --resume saved --steps 0 evaluates it" in err
     kept = load_run(tmp_path / "kept")
     assert len(kept.losses) == 2
     assert "the disk is on fire" in kept.failure

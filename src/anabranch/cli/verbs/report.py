@@ -37,6 +37,7 @@ def report(
             f"{against} is a run of {other.plan.model}, and {run} one of {shown.plan.model}"
         )
     name = against.resolve().name if against is not None else ""
+    name = str(against) if name == run.resolve().name else name
     write_report(shown, path, against=(name, other) if other is not None else None)
     if as_json:
         print_json({"path": path})

@@ -173,7 +173,7 @@ def train(
         return run_results.keep_run(job, result, folder, kept), folder
 
     try:
-        with run_results.keeping(keep) as on_trained:
+        with run_results.keeping(keep, training.save) as on_trained:
             result, training = restarts.train_with_restarts(attempt, training, note)
     except KeyboardInterrupt:
         run_results.say_stopped(training.save)
