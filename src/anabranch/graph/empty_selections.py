@@ -43,9 +43,7 @@ _AT_PLACES = {
 """Writes that change nothing where their index, mask or source is empty."""
 
 _COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
-_VIEWS = {
-    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", *_COPIES),
-}
+_VIEWS = {*("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", *_COPIES)}
 _ZEROS = {*_VIEWS, "sum", "any", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"}
 """Calls that make zeros of zeros, and of no entries."""
 

@@ -170,9 +170,7 @@ def draws_random(program: fx.GraphModule, dropout: str = "off") -> bool:
 
 
 def largest_distance(
-    gradients: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    scale: Callable[[str], float],
+    gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: Callable[[str], float]
 ) -> tuple[float, str]:
     """Return the largest distance of two gradients of a parameter, divided by the parameter's
     scale, and the parameter. A gradient that is not there is zero, as that of an expert that no

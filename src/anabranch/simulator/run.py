@@ -159,11 +159,7 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
 
 
 def simulate(
-    graph: StageGraph,
-    schedule: Schedule,
-    costs: CostModel | StepCosts,
-    *,
-    per_update: int = 0,
+    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, per_update: int = 0
 ) -> StepRun:
     """Run one step and keep when everything happened, as numbers.
 
