@@ -96,8 +96,7 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
         )
     metrics = {}
     for name, value in entries.items():  # a loop, which the full analysis understands
-        scalar = _scalar(name, value)
-        if name != "loss" and scalar is not None:
+        if name != "loss" and (scalar := _scalar(name, value)) is not None:
             metrics[name] = scalar
     return {"loss": loss, **metrics}
 
@@ -204,30 +203,9 @@ def export(
                 if places:
                     message = f"{', '.join(sorted(places))}: {text}"
                     warnings.warn(message, CaptureWarning, stacklevel=2)
-            _name_listed_parameters(exported, module)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
-
-
-def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.Module) -> None:
-    """Have parameters that a module also keeps elsewhere, as in a list, be inputs of their names: a
-    trace takes them for constants, without gradients.
-    """
-
-    def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-        if tensor.layout is not torch.strided:
-            return (id(tensor),)
-        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-        return *place, tensor.shape, tensor.stride()
-
-    kinds = torch.export.graph_signature.InputKind
-    names = {memory(parameter): name for name, parameter in module.named_parameters()}
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind is kinds.CONSTANT_TENSOR:
-            name = names.get(memory(exported.constants[str(spec.target)]))
-            if name is not None:
-                spec.kind, spec.target = kinds.PARAMETER, name
 
 
 class CaptureWarning(UserWarning):
@@ -375,41 +353,36 @@ def _layer_dropout(module: nn.Module) -> str:
 def _explained(
     module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception, works_with: int | None
 ) -> CaptureError:
-    where = user_frame(traceback.extract_tb(error.__traceback__))
-    name = type(module.module).__name__
-    kind, text = type(error).__name__, str(error)
-    if why := shadowed(error):
-        return CaptureError(f"{name} cannot be captured: {why}")
+    where, why = user_frame(traceback.extract_tb(error.__traceback__)), shadowed(error)
+    name, kind, text = type(module.module).__name__, type(error).__name__, str(error)
     if re.search(r"Eq\(u\d+, u\d+\)", text):
-        return CaptureError(
-            f"{name} cannot be captured: {where} joins values that two masks have chosen, which a "
-            "trace does not know to be as many: compute the mask once, name it, and choose by it "
-            f"in both places ({kind})"
+        why = (
+            f"{where} joins values that two masks have chosen, which a trace does not know to be "
+            "as many: compute the mask once, name it, and choose by it in both places"
         )
-    if "DataDependent" in kind or "data-dependent" in text:
-        remedy = (
-            "use torch.where or torch.cond, or decide before the forward and pass the decision in "
-            "the batch; torch._check can promise a size that depends on the data"
+    elif "DataDependent" in kind or "data-dependent" in text:
+        option = _layer_dropout(module)
+        why = (
+            f"{where} needs the value of a tensor in Python, as a branch or a number that depends "
+            "on the data does, so the operations differ from batch to batch; "
+            + f"{option} leaves out layers at random: set it to 0, or "
+            * bool(option)
+            + "use torch.where or torch.cond, or decide before the forward and pass the decision "
+            "in the batch; torch._check can promise a size that depends on the data"
         )
-        if option := _layer_dropout(module):
-            remedy = f"{option} leaves out layers at random: set it to 0, or {remedy}"
-        return CaptureError(
-            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
-            "branch or a number that depends on the data does, so the operations differ from "
-            f"batch to batch; {remedy} ({kind})"
+    elif ".numpy()" in text:
+        why = (
+            f"{where} computes with numpy, and a captured model has torch operations alone; write "
+            "that line with those, or do it where the data is made and pass the result in the batch"
         )
-    if ".numpy()" in text:
-        return CaptureError(
-            f"{name} cannot be captured: {where} computes with numpy, and a captured model has "
-            "torch operations alone; write that line with those, or do it where the data is made "
-            f"and pass the result in the batch ({kind})"
+    elif "DynamicOutputShape" in kind:
+        why = (
+            f"{where} calls {text}, the size of whose result depends on the values of its "
+            "arguments; take an operation whose result has one size, such as a mask in place of a "
+            "choice of entries"
         )
-    if "DynamicOutputShape" in kind:
-        return CaptureError(
-            f"{name} cannot be captured: {where} calls {text}, the size of whose result depends on "
-            "the values of its arguments; take an operation whose result has one size, such as a "
-            "mask in place of a choice of entries"
-        )
+    if why:
+        return CaptureError(f"{name} cannot be captured: {why} ({kind})")
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if works_with is not None:
