@@ -290,8 +290,8 @@ def _never(_: Any) -> Callable[[], bool]:
 
 
 def _causal_if_known(detect: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether a mask is the causal one, which ``nn.Transformer`` asks to take a faster kernel: no
-    for a buffer, whose values a trace does not know, and the kernel for any mask serves.
+    """True for the causal mask, for which ``nn.Transformer`` takes a faster kernel; False for one
+    in a buffer, whose values a trace does not know: the kernel for any mask is right as well.
     """
 
     def detected(mask: torch.Tensor | None, is_causal: bool | None, *size: Any) -> bool:

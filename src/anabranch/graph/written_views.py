@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from anabranch.graph.flat_program import schema_name
 from anabranch.graph.operations import RANDOM, words
 
 _aten = torch.ops.aten
@@ -94,7 +95,7 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
         return value
     if view.target is operator.getitem:
         return _put_part_back(view, source, value, make)
-    name, rest = _name(view), view.args[1:]
+    name, rest = schema_name(view).removeprefix("aten::"), view.args[1:]
     like, make = source.meta["val"], _of_reals(make)
     if view.meta["val"].dtype != like.dtype:
         return None
@@ -121,7 +122,7 @@ def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -
     (parts, index), make = item.args, _of_reals(make)
     assert isinstance(parts, fx.Node)
     assert isinstance(index, int)
-    name = _name(parts)
+    name = schema_name(parts).removeprefix("aten::")
     if name == "unbind":
         dim = parts.args[1] if len(parts.args) > 1 else 0
         return make(_aten.select_scatter.default, source, value, dim, index)
@@ -134,7 +135,7 @@ def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -
 
 
 def _of_reals(make: Make) -> Make:
-    """The same, with scatters of complex numbers, which have no derivative, on pairs of reals."""
+    """Make scatters of complex numbers on pairs of reals: those themselves have no derivative."""
 
     def made(target: Any, source: fx.Node, *rest: Any) -> fx.Node:
         like = source.meta["val"]
@@ -162,8 +163,3 @@ def viewed(path: list[fx.Node], value: fx.Node, make: Make) -> fx.Node:
             value = make(parts.target, value, *parts.args[1:], **parts.kwargs)
         value = make(target, value, *rest, **view.kwargs)
     return value
-
-
-def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name).removeprefix("aten::")
