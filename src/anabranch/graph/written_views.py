@@ -93,10 +93,11 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
     """The source of a view that has become ``value``; None if it cannot be told."""
     if writes_first(view.target):
         return value
+    make = _of_reals(make)
     if view.target is operator.getitem:
         return _put_part_back(view, source, value, make)
     name, rest = schema_name(view).removeprefix("aten::"), view.args[1:]
-    like, make = source.meta["val"], _of_reals(make)
+    like = source.meta["val"]
     if view.meta["val"].dtype != like.dtype:
         return None
     if name in _KEEPS_ORDER:
@@ -119,7 +120,7 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
 
 
 def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.Node | None:
-    (parts, index), make = item.args, _of_reals(make)
+    parts, index = item.args
     assert isinstance(parts, fx.Node)
     assert isinstance(index, int)
     name = schema_name(parts).removeprefix("aten::")
