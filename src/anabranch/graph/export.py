@@ -18,7 +18,7 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.module_state import with_attributes, without_keeping
+from anabranch.graph.returned_loss import fields_of, is_fraction, scalars
 
 
 class ReturnsLoss(nn.Module):
@@ -59,7 +60,7 @@ class ReturnsLoss(nn.Module):
         output = call_module(self.module, batch, traced=True)
         if (other := self.selections.other_effect(output)) is not None:
             raise _refused_work(*other)
-        if _is_fraction(output) and "loss" not in _fields(output):
+        if is_fraction(output) and "loss" not in fields_of(output):
             self.pairs.add("loss")
         result = scalars(output)
         for buffers, old in before:
@@ -70,75 +71,6 @@ class ReturnsLoss(nn.Module):
                     buffer.copy_(now.detach())
                     buffers[name] = buffer
         return result
-
-
-def scalars(output: Any) -> dict[str, torch.Tensor]:
-    """Loss and metrics in what a module returned; raises CaptureError without a scalar loss."""
-    entries = _entries(output)
-    loss = entries.get("loss")
-    if loss is not None and _is_fraction(loss):
-        loss = loss[0] / loss[1]
-    if not isinstance(loss, torch.Tensor):
-        returned = ", ".join(entries) or type(output).__name__
-        raise CaptureError(
-            f"the module's forward returned no loss, but {returned}; it has to return a scalar "
-            "tensor, a tuple (numerator, denominator) of two, an object or mapping with such an "
-            "entry named loss, or a tuple of the loss and a mapping of metrics (pass the labels in "
-            "the batch)"
-        )
-    if loss.dim() and all(type(n) is int and n == 1 for n in loss.shape):
-        loss = loss.reshape(())  # one entry, which backward() takes as well
-    if loss.dim() != 0 or not loss.dtype.is_floating_point:
-        sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in loss.shape]
-        raise CaptureError(
-            f"the loss has shape ({', '.join(sizes)}) and type {loss.dtype}, not that of a scalar; "
-            "reduce it to a mean over the samples, for example with loss.mean()"
-        )
-    metrics = {}
-    for name, value in entries.items():  # a loop, which the full analysis understands
-        if name != "loss" and (scalar := _scalar(name, value)) is not None:
-            metrics[name] = scalar
-    return {"loss": loss, **metrics}
-
-
-def _scalar(name: str, value: Any) -> torch.Tensor | None:
-    """A metric that a module returned, as a scalar tensor; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        is_scalar = value.dim() == 0 and not value.dtype.is_complex
-        return (value if value.dtype.is_floating_point else value.float()) if is_scalar else None
-    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        number: Any = value  # also a symbol, while tracing
-        return torch.scalar_tensor(number)
-    if hasattr(value, "__float__"):
-        raise CaptureError(
-            f"the module's forward returned {name} as {type(value).__module__}."
-            f"{type(value).__name__}; a metric beside the loss is a scalar tensor, or a number"
-        )
-    return None
-
-
-def _is_fraction(value: Any) -> bool:
-    """True for a loss that is a pair of numerator and denominator."""
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    return is_pair and all(isinstance(part, torch.Tensor) and part.dim() == 0 for part in value)
-
-
-def _entries(output: Any) -> dict[str, Any]:
-    fields = _fields(output)
-    if isinstance(output, torch.Tensor) or (_is_fraction(output) and "loss" not in fields):
-        return {"loss": output}
-    is_pair = isinstance(output, tuple) and len(output) == 2
-    if is_pair and not fields and isinstance(output[1], Mapping):
-        loss, metrics = output
-        return {**_entries(metrics), "loss": loss}
-    if hasattr(output, "items"):
-        return {str(name): value for name, value in output.items()}
-    return fields or dict(getattr(output, "__dict__", {}))
-
-
-def _fields(output: Any) -> dict[str, Any]:
-    """Fields of a named tuple; none for anything else."""
-    return dict(output._asdict()) if hasattr(output, "_asdict") else {}
 
 
 def export(
@@ -203,9 +135,30 @@ def export(
                 if places:
                     message = f"{', '.join(sorted(places))}: {text}"
                     warnings.warn(message, CaptureWarning, stacklevel=2)
+            _name_listed_parameters(exported, module)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
+
+
+def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.Module) -> None:
+    """Have parameters that a module also keeps elsewhere, as in a list, be inputs of their names: a
+    trace takes them for constants, without gradients.
+    """
+
+    def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+        if tensor.layout is not torch.strided:
+            return (id(tensor),)
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return *place, tensor.shape, tensor.stride()
+
+    kinds = torch.export.graph_signature.InputKind
+    names = {memory(parameter): name for name, parameter in module.named_parameters()}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is kinds.CONSTANT_TENSOR:
+            name = names.get(memory(exported.constants[str(spec.target)]))
+            if name is not None:
+                spec.kind, spec.target = kinds.PARAMETER, name
 
 
 class CaptureWarning(UserWarning):

@@ -133,9 +133,7 @@ class Exporter:
         leaves, options = self.layout.resized(samples, self.device), options | {"dynamic": dynamic}
         mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
         with mode, in_one_process(), place:
-            exported = export(self._wrapped, leaves, self.reads, works_with=works_with, **options)
-        _name_listed_parameters(exported, self._wrapped)
-        return exported
+            return export(self._wrapped, leaves, self.reads, works_with=works_with, **options)
 
     @remembered
     def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:
@@ -263,26 +261,6 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
     """True if the tracer met a line that needs the number of samples as a constant."""
     sizes = batch_sizes(exported)
     return any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
-
-
-def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.Module) -> None:
-    """Have parameters that a module also keeps elsewhere, as in a list, be inputs of their names: a
-    trace takes them for constants, without gradients.
-    """
-
-    def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-        if tensor.layout is not torch.strided:
-            return (id(tensor),)
-        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-        return *place, tensor.shape, tensor.stride()
-
-    kinds = torch.export.graph_signature.InputKind
-    names = {memory(parameter): name for name, parameter in module.named_parameters()}
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind is kinds.CONSTANT_TENSOR:
-            name = names.get(memory(exported.constants[str(spec.target)]))
-            if name is not None:
-                spec.kind, spec.target = kinds.PARAMETER, name
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -217,7 +217,7 @@ def is_across(
     axis, value = axes.get(source, SampleAxis(-1)), tensor(source)
     if value is None:
         return False
-    if _pairs_samples(node, name, axes, samples):
+    if _pairs_others(node, name, axes, samples):
         return True
     dim, rank, options = axis.dim, value.dim(), arguments(node)
     if axis.trouble == RAGGED:
@@ -246,7 +246,7 @@ def is_across(
     return ("scaled_dot_product" in name or name in ("tril", "triu")) and dim >= rank - 2
 
 
-def _pairs_samples(
+def _pairs_others(
     node: fx.Node, name: str, axes: Mapping[fx.Node, SampleAxis], samples: int
 ) -> bool:
     """True for an operation on entries at the same places of values whose samples are folded in

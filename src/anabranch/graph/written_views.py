@@ -136,7 +136,7 @@ def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -
 
 
 def _of_reals(make: Make) -> Make:
-    """Make scatters of complex numbers on pairs of reals: those themselves have no derivative."""
+    """The same, with scatters of complex numbers, which have no derivative, on pairs of reals."""
 
     def made(target: Any, source: fx.Node, *rest: Any) -> fx.Node:
         like = source.meta["val"]

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
-from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
+from anabranch.graph.returned_loss import scalars
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.reverted import unchanged_buffers, without_gradients
 from anabranch.runtime.guards.same_batch import copies_digest
