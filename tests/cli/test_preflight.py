@@ -10,6 +10,7 @@ from anabranch.cli.preflight import executed_plan
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.solve import synchronous
 from tests.cli.models import towers
 
 STAGES = (
@@ -80,6 +81,15 @@ def test_with_a_flush_nothing_is_left_of_the_policy():
     assert "3 devices, 1f1b, batch 8" in shown.summary()
     assert (shown.policy, shown.notes, shown.predicted) == ("", ("links are slow",), None)
     assert held(shown) == [1, 1, 1]
+
+
+def test_with_a_flush_stages_warm_up_as_the_schedule_of_the_plan_says():
+    """The one of two micro-batches per hop too, for a run as for ``simulate --mode sync``."""
+    deep = replace(
+        ASYNC, schedule="1f1b-deep", stage_graph=replace(ASYNC.stage_graph, batch_size=64)
+    )
+    assert held(executed_plan(deep, towers(), is_async=False)) == [3, 3, 1]
+    assert held(synchronous(deep)) == [3, 3, 1]
 
 
 def test_replicas_in_turn_were_not_predicted():

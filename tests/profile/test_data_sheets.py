@@ -13,7 +13,7 @@ from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet
 
 V100 = DATA_SHEETS["v100"]
 # Ten processors that reach 10 GFLOP/s together (at 0.9: 9), and memory that never limits.
-TOY = DataSheet("toy", {"float32": 10e9}, 1e30, 2**30, processors=10, launch_s=0.0)
+TOY = DataSheet("toy", {"float32": 10e9}, 1e30, processors=10, launch_s=0.0)
 
 
 def matmul_s(

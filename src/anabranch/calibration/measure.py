@@ -117,12 +117,7 @@ def joined(
     if far:
         levels.append(_level("network", count, far))
     return Cluster(
-        name,
-        "cpu",
-        preset.memory_bytes,
-        tuple(levels),
-        calibration.machine.cores,
-        calibration,
+        name, "cpu", preset.memory_bytes, tuple(levels), calibration.machine.cores, calibration
     )
 
 

@@ -56,9 +56,7 @@ class Saving:
         self._error: Exception | None = None
         self._lock = begin(target) if rank == 0 else None
         self._thread = threading.Thread(
-            target=self._work,
-            args=(part, description),
-            name=f"anabranch save {target.folder}",
+            target=self._work, args=(part, description), name=f"anabranch save {target.folder}"
         )
         self._thread.start()
 

@@ -49,7 +49,7 @@ def train_job(
     timeout_s = training.timeout or default_timeout_s(predicted_s)
     # What the user says holds for first steps as well, unless they compile.
     patience_s = None if options.get("compute", PLAIN).backend else training.timeout
-    same = "epochs resume weights save check_gradients check_batches evaluate_every"
+    passed_on = "epochs resume weights save check_gradients check_batches evaluate_every"
     assert plan is not None
     # Once here rather than in every rank: forked ranks inherit it.
     prepare(job.captured, plan.stage_graph, job.workload)
@@ -64,7 +64,7 @@ def train_job(
         return (train_async if is_async else train)(
             job.workload,
             plan,
-            **{name: getattr(training, name) for name in same.split()},
+            **{name: getattr(training, name) for name in passed_on.split()},
             steps=training.last_step,
             captured=job.captured,
             save_every=saves,

@@ -29,53 +29,32 @@ def refuse_mode(
     is_async: bool, flush: FlushSettings, compute: ComputeSettings, training: TrainingSettings
 ) -> None:
     """Refuse options of the other mode."""
-    if is_async and training.replan:
-        raise typer.BadParameter(
-            "--replan: not with --mode async, where versions of the weights are under way between "
-            "any two mini-batches; train with a flush"
-        )
-    if is_async and training.survive:
-        raise typer.BadParameter(
-            "--survive: not with --mode async, where mini-batches are under way at any time, so no "
-            "copies of all ranks are of one step; train with a flush, or with --save-every and "
-            "--max-restarts"
-        )
-    if training.survive and training.replan:
-        raise typer.BadParameter("--survive and --replan: take one of them")
-    if not training.survive and (training.spare_copies or not training.replace):
-        raise typer.BadParameter("--spare-copies and --no-replace: only with --survive")
-    accumulate = compute.accumulate
-    norm = flush.clip_stage_norm
-    if not is_async and flush.round_robin:
-        raise typer.BadParameter(
-            "round-robin is for --mode async; in steps with a flush the replicas of a stage "
-            "split every micro-batch"
-        )
-    if not is_async and (flush.policy or flush.policy_option):
-        raise typer.BadParameter(
-            "--policy and its options are for --mode async; without it all passes read the same "
-            "weights"
-        )
-    if is_async and accumulate > 1:
-        raise typer.BadParameter(
-            f"accumulate = {accumulate}: not with --mode async, where every mini-batch makes an "
-            "update; take a larger --batch-size"
-        )
-    if is_async and compute.shard_optimizer:
-        raise typer.BadParameter(
-            "--shard-optimizer: not with --mode async, where every replica makes its own versions "
-            "of the weights; leave it out, or train with a flush"
-        )
-    if norm is None:
-        return
-    if not is_async:
-        raise typer.BadParameter(
-            f"clip-stage-norm = {norm:g} is for --mode async, where stages make their updates at "
-            "different times; with a flush the norm is clipped over all stages: give the Workload "
-            f"a clip_norm, clip_norm={norm:g}"
-        )
-    if not norm > 0:
-        raise typer.BadParameter(f"clip-stage-norm = {norm:g}: a norm is more than 0")
+    accumulate, norm = compute.accumulate, flush.clip_stage_norm
+    refused = {
+        "--replan: not with --mode async, where versions of the weights are under way between any "
+        "two mini-batches; train with a flush": is_async and training.replan,
+        "--survive: not with --mode async, where mini-batches are under way at any time, so no "
+        "copies of all ranks are of one step; train with a flush, or with --save-every and "
+        "--max-restarts": is_async and training.survive,
+        "--survive and --replan: take one of them": training.survive and training.replan,
+        "--spare-copies and --no-replace: only with --survive": not training.survive
+        and (training.spare_copies or not training.replace),
+        "round-robin is for --mode async; in steps with a flush the replicas of a stage split "
+        "every micro-batch": not is_async and flush.round_robin,
+        "--policy and its options are for --mode async; without it all passes read the same "
+        "weights": not is_async and (flush.policy or flush.policy_option),
+        f"accumulate = {accumulate}: not with --mode async, where every mini-batch makes an "
+        "update; take a larger --batch-size": is_async and accumulate > 1,
+        "--shard-optimizer: not with --mode async, where every replica makes its own versions of "
+        "the weights; leave it out, or train with a flush": is_async and compute.shard_optimizer,
+        f"clip-stage-norm = {norm} is for --mode async, where stages make their updates at "
+        "different times; with a flush the norm is clipped over all stages: give the Workload a "
+        f"clip_norm, clip_norm={norm}": not is_async and norm is not None,
+        f"clip-stage-norm = {norm}: a norm is more than 0": norm is not None and not norm > 0,
+    }
+    for why, holds in refused.items():
+        if holds:
+            raise typer.BadParameter(why)
 
 
 def require_trainable(
@@ -181,14 +160,16 @@ def executed_plan(
     """
     from anabranch.runtime.asynchronous import requirements
     from anabranch.runtime.plan_parts import parts_of
-    from anabranch.solve import require_asynchronous
+    from anabranch.solve import require_asynchronous, synchronous
 
     if checked is not None and is_async:
         require_asynchronous(plan, policy if isinstance(policy, str) else "")
     graph = requirements.asynchronous_stages(plan) if is_async else plan.stage_graph
     parts = None if checked is None else parts_of(checked[0], plan, exact=False)
     if not is_async:
-        return plan if plan.mode == "sync" else _flushed(plan)
+        if plan.mode == "sync":
+            return plan
+        return replace(synchronous(plan), predicted=None, notes=_without_policy(plan))
     order = requirements.order_of(plan, graph, in_turns=round_robin)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
@@ -218,21 +199,6 @@ def executed_plan(
         sparse_embeddings=False,
         predicted=None,
         notes=notes,
-    )
-
-
-def _flushed(plan: Plan) -> Plan:
-    """An asynchronous plan in steps with a flush, whose batch has an end."""
-    graph = plan.stage_graph
-    held = (min(s.in_flight, graph.num_microbatches(i)) for i, s in enumerate(graph.stages))
-    return replace(
-        plan,
-        stage_graph=with_in_flight(graph, held),
-        mode="sync",
-        policy="",
-        round_robin=False,
-        predicted=None,
-        notes=_without_policy(plan),
     )
 
 

@@ -117,10 +117,9 @@ def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
     Raises:
         TrainingError: if that checkpoint has all steps.
     """
-    from anabranch.checkpoint import Checkpoint, newest
+    from anabranch.checkpoint import Checkpoint
 
-    last = newest(training.save) if training.saves() is not None and training.save else None
-    if last is None:
+    if (last := training.newest_checkpoint()) is None:
         return training
     steps, done = training.last_step, Checkpoint(last).progress.step
     if steps is not None and done >= first + steps:

@@ -153,11 +153,10 @@ def how_after_failure(training: TrainingSettings, first: int) -> str:
     Args:
         first: steps that were done before the run.
     """
-    from anabranch.checkpoint import Checkpoint, newest
+    from anabranch.checkpoint import Checkpoint
 
     save = training.save
-    last = newest(save) if training.saves() is not None and save is not None else None
-    if save is not None and last is not None:
+    if save is not None and (last := training.newest_checkpoint()) is not None:
         done = Checkpoint(last).progress.step - first
         if done == training.last_step:
             return f"{last} is left, and has all steps"

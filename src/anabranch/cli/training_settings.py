@@ -221,6 +221,12 @@ class TrainingSettings:
             steps, seconds = interval(self.save_every, "--save-every")
         return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
 
+    def newest_checkpoint(self) -> Path | None:
+        """The newest of the checkpoints that are written during training, if there is one yet."""
+        from anabranch.checkpoint import newest
+
+        return newest(self.save) if self.saves() is not None and self.save is not None else None
+
     def loggers(self) -> "tuple[Callback, ...]":
         """A callback for each --log, none of which has opened anything yet.
 

@@ -215,20 +215,14 @@ class CostModel:
         asked = table is not None and (table.sparse or self.sparse_embeddings)
         return asked and parameter.trainable and self.batch_size > 0
 
-    def row_bytes(self, parameter: Parameter) -> int:
-        """Bytes of the gradient of a parameter in a whole batch, if that is rows, and fewer than
-        the whole gradient whose ring takes as long; else 0.
-        """
-        table = parameter.table
-        if table is None or not self.has_rows(parameter):
-            return 0
-        nbytes = sparse.message_bytes(table, self.batch_size)
-        return nbytes if nbytes / 2 < parameter.nbytes else 0
-
     @cached_property
     def _rows(self) -> dict[str, int]:
-        rows = {p.name: self.row_bytes(p) for p in self.graph.parameters}
-        return {name: nbytes for name, nbytes in rows.items() if nbytes}
+        """Bytes of the gradients in a whole batch that are rows, and fewer than the whole gradient
+        whose ring takes as long, by parameter.
+        """
+        tables = [(p, p.table) for p in self.graph.parameters if self.has_rows(p)]
+        rows = {p: sparse.message_bytes(table, self.batch_size) for p, table in tables if table}
+        return {p.name: nbytes for p, nbytes in rows.items() if 0 < nbytes < 2 * p.nbytes}
 
     @cached_property
     def tied(self) -> tuple[tuple[int, Parameter], ...]:

@@ -97,7 +97,7 @@ Bytes = TypeVar("Bytes")
 
 class Held(NamedTuple, Generic[Bytes]):
     """Bytes of parameters: of all, of those that are trained, of trained tables whose gradients are
-    rows (``CostModel.row_bytes``), and of the gradients of these, of a whole batch.
+    rows, and of the gradients of these, of a whole batch.
     """
 
     parameters: Bytes

@@ -159,8 +159,7 @@ class Loader:
             seed: of the run.
             state: what the source's ``state_dict`` gave at that position.
             reads: asked before each batch for the names of its tensors that are needed here; None
-                for all. Where the source has such columns, the others are zeros without
-                memory.
+                for all. Where the source has such columns, the others are zeros without memory.
             types: what these zeros have to be like.
 
         Raises:

@@ -31,9 +31,8 @@ class Rehearsing:
     Attributes:
         most_time_scale: wall seconds per second of the devices, at most.
         most_step_s: wall seconds of a step beyond which time is not scaled by itself.
-        late: share of a step that a rank may be late at worst; by so much the step may be
-            too long. With much more of it, ranks ask for links in another order than the
-            devices would.
+        late: share of a step that a rank may be late at worst; by so much the step may be too long.
+            With much more of it, ranks ask for links in another order than the devices would.
     """
 
     most_time_scale: float = 64.0

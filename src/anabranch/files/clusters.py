@@ -76,11 +76,7 @@ class _MachineEntry(Strict):
     torch: Text
 
 
-_RENAMED = {
-    "send_s": "message_s",
-    "microbatch_s": "pass_s",
-    "sum_byte_s": "all_reduce_byte_s",
-}
+_RENAMED = {"send_s": "message_s", "microbatch_s": "pass_s", "sum_byte_s": "all_reduce_byte_s"}
 _DROPPED = {
     *("receive_s", "receive_byte_s", "value_s", "leaf_s", "share_tensor_s", "share_byte_s"),
     *("restarts", "restart_work_s", "crowded_s", "crowded_work_s", "cold_messages"),

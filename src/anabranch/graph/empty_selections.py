@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.flat_program import storage, written
+from anabranch.graph.flat_program import schema_name, storage, written
+from anabranch.graph.operations import AT_PLACES, COPIES, FINITE, OF_ZEROS, SAME_ENTRIES
 from anabranch.graph.source_questions import (
     COMPARED,
     lines_of_branch,
@@ -35,27 +36,6 @@ from anabranch.graph.source_questions import (
     truth_if_compared,
     truth_unless_zero,
 )
-
-_AT_PLACES = {
-    *("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"),
-    *("masked_fill_", "masked_scatter_"),
-}
-"""Writes that change nothing where their index, mask or source is empty."""
-
-_COPIES = {"alias", "detach", "clone", "to", "_to_copy", "contiguous"}
-_VIEWS = {
-    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", *_COPIES),
-}
-_ZEROS = {*_VIEWS, "sum", "any", "mul", "select", "slice", "expand", "item", "_local_scalar_dense"}
-"""Calls that make zeros of zeros, and of no entries."""
-
-_FINITE = {
-    *_AT_PLACES,
-    *(name.strip("_") for name in _AT_PLACES),
-    *("add", "add_", "sub", "rsub", "neg", "clamp", "clamp_min", "maximum", "where", "cat"),
-    *("stack", "exp", "sigmoid", "softmax", "tanh", "relu", "linear", "matmul", "zeros_like"),
-}
-"""Further calls that are finite there, and so are their derivatives."""
 
 
 class Selection(NamedTuple):
@@ -109,7 +89,7 @@ class _Traced:
         zeros, sizes = self._zeros(work.selection)
         infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
         for call in work.calls:
-            reads = call.all_input_nodes if _name(call) in _AT_PLACES else []
+            reads = call.all_input_nodes if _name(call) in AT_PLACES else []
             for target in written(call):
                 is_none = any(_is_empty(node, sizes) for node in (target, *reads))
                 is_none |= not zeros.isdisjoint(_masks(call))
@@ -130,9 +110,9 @@ class _Traced:
             node = pending.pop()
             sizes |= set() if _tensors(node) else _symbols(node)
             for user in node.users:
-                if node in _masks(user) and _name(user) not in _AT_PLACES:
+                if node in _masks(user) and _name(user) not in AT_PLACES:
                     sizes |= _symbols(user).difference(*map(_symbols, user.all_input_nodes))
-                elif _name(user) in _ZEROS and user not in zeros and not self._is_changed(user):
+                elif _name(user) in OF_ZEROS and user not in zeros and not self._is_changed(user):
                     zeros.add(user)
                     pending.append(user)
         return zeros, sizes
@@ -152,10 +132,10 @@ class _Traced:
                 name, values = _name(user), _tensors(user)
                 if not values or self.order[user] > last:
                     continue
-                is_zero = name in _ZEROS or (name == "div" and user.args[1] is not node)
+                is_zero = name in OF_ZEROS or (name == "div" and user.args[1] is not node)
                 is_zero &= not is_none or name != "select"  # there is no first of none
                 is_whole = not (is_none or any(value.is_floating_point() for value in values))
-                is_fine = is_zero or is_whole or name in _FINITE or _is_empty(user, sizes)
+                is_fine = is_zero or is_whole or name in FINITE or _is_empty(user, sizes)
                 group = infinite if is_infinite or not is_fine else known if is_zero else {user}
                 if user not in group:
                     group.add(user)
@@ -220,7 +200,7 @@ class EmptySelections:
         is_vector = vector.dim() == 1 and isinstance(count, int)
         if lines is None or asked is None or not (truth and is_vector):
             return None
-        mask, dims = _stripped(asked.args[0], _COPIES), tree_leaves(asked.args[1:2])
+        mask, dims = _stripped(asked.args[0], COPIES), tree_leaves(asked.args[1:2])
         rank = _value(mask).dim()
         kept = {*range(rank)} - {dim % rank for dim in dims}
         if len(kept) != 1:
@@ -330,7 +310,7 @@ def _masks(node: fx.Node) -> list[fx.Node]:
 def _key(node: Any) -> Any:
     """A value as what it has been made of: equal for values, or parts, with the same entries."""
     node = _stripped(node)
-    name, args = _name(node), [_stripped(arg, _COPIES) for arg in getattr(node, "args", ())]
+    name, args = _name(node), [_stripped(arg, COPIES) for arg in getattr(node, "args", ())]
     if name == "eq" and not isinstance(args[1], fx.Node):
         return name, _key(args[0]), args[1]
     if name == "select":
@@ -343,7 +323,7 @@ def _key(node: Any) -> Any:
     return node
 
 
-def _stripped(node: Any, views: set[str] = _VIEWS) -> Any:
+def _stripped(node: Any, views: Collection[str] = SAME_ENTRIES) -> Any:
     """The value of which a node shows all entries in another shape, order or type, but for types
     in which numbers may be zero that are not.
     """
@@ -359,7 +339,7 @@ def _made_of(node: Any) -> Iterator[fx.Node]:
     """A mask, and what it shows in another way, or a part of."""
     while isinstance(node, fx.Node):
         yield node
-        node = node.args[0] if _name(node) in {*_VIEWS, "eq", "select", "index"} else None
+        node = node.args[0] if _name(node) in {*SAME_ENTRIES, "eq", "select", "index"} else None
 
 
 def _call(node: Any) -> Any:
@@ -383,8 +363,7 @@ def _classes(mask: Any, most: int) -> int:
 
 def _name(node: Any) -> str:
     """Name of a call's operation, such as ``index_put_``; empty for anything else."""
-    schema = getattr(getattr(node, "target", None), "_schema", None)
-    return schema.name.partition("::")[2] if schema is not None else ""
+    return schema_name(node).partition("::")[2] if isinstance(node, fx.Node) else ""
 
 
 def _value(node: Any) -> Any:

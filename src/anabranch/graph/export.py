@@ -18,7 +18,7 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.module_state import with_attributes, without_keeping
+from anabranch.graph.returned_loss import fields_of, is_fraction, scalars
 
 
 class ReturnsLoss(nn.Module):
@@ -59,7 +60,7 @@ class ReturnsLoss(nn.Module):
         output = call_module(self.module, batch, traced=True)
         if (other := self.selections.other_effect(output)) is not None:
             raise _refused_work(*other)
-        if _is_fraction(output) and "loss" not in _fields(output):
+        if is_fraction(output) and "loss" not in fields_of(output):
             self.pairs.add("loss")
         result = scalars(output)
         for buffers, old in before:
@@ -70,76 +71,6 @@ class ReturnsLoss(nn.Module):
                     buffer.copy_(now.detach())
                     buffers[name] = buffer
         return result
-
-
-def scalars(output: Any) -> dict[str, torch.Tensor]:
-    """Loss and metrics in what a module returned; raises CaptureError without a scalar loss."""
-    entries = _entries(output)
-    loss = entries.get("loss")
-    if loss is not None and _is_fraction(loss):
-        loss = loss[0] / loss[1]
-    if not isinstance(loss, torch.Tensor):
-        returned = ", ".join(entries) or type(output).__name__
-        raise CaptureError(
-            f"the module's forward returned no loss, but {returned}; it has to return a scalar "
-            "tensor, a tuple (numerator, denominator) of two, an object or mapping with such an "
-            "entry named loss, or a tuple of the loss and a mapping of metrics (pass the labels in "
-            "the batch)"
-        )
-    if loss.dim() and all(type(n) is int and n == 1 for n in loss.shape):
-        loss = loss.reshape(())  # one entry, which backward() takes as well
-    if loss.dim() != 0 or not loss.dtype.is_floating_point:
-        sizes = ["samples" if isinstance(n, torch.SymInt) else str(n) for n in loss.shape]
-        raise CaptureError(
-            f"the loss has shape ({', '.join(sizes)}) and type {loss.dtype}, not that of a scalar; "
-            "reduce it to a mean over the samples, for example with loss.mean()"
-        )
-    metrics = {}
-    for name, value in entries.items():  # a loop, which the full analysis understands
-        scalar = _scalar(name, value)
-        if name != "loss" and scalar is not None:
-            metrics[name] = scalar
-    return {"loss": loss, **metrics}
-
-
-def _scalar(name: str, value: Any) -> torch.Tensor | None:
-    """A metric that a module returned, as a scalar tensor; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        is_scalar = value.dim() == 0 and not value.dtype.is_complex
-        return (value if value.dtype.is_floating_point else value.float()) if is_scalar else None
-    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        number: Any = value  # also a symbol, while tracing
-        return torch.scalar_tensor(number)
-    if hasattr(value, "__float__"):
-        raise CaptureError(
-            f"the module's forward returned {name} as {type(value).__module__}."
-            f"{type(value).__name__}; a metric beside the loss is a scalar tensor, or a number"
-        )
-    return None
-
-
-def _is_fraction(value: Any) -> bool:
-    """True for a loss that is a pair of numerator and denominator."""
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    return is_pair and all(isinstance(part, torch.Tensor) and part.dim() == 0 for part in value)
-
-
-def _entries(output: Any) -> dict[str, Any]:
-    fields = _fields(output)
-    if isinstance(output, torch.Tensor) or (_is_fraction(output) and "loss" not in fields):
-        return {"loss": output}
-    is_pair = isinstance(output, tuple) and len(output) == 2
-    if is_pair and not fields and isinstance(output[1], Mapping):
-        loss, metrics = output
-        return {**_entries(metrics), "loss": loss}
-    if hasattr(output, "items"):
-        return {str(name): value for name, value in output.items()}
-    return fields or dict(getattr(output, "__dict__", {}))
-
-
-def _fields(output: Any) -> dict[str, Any]:
-    """Fields of a named tuple; none for anything else."""
-    return dict(output._asdict()) if hasattr(output, "_asdict") else {}
 
 
 def export(
@@ -375,41 +306,36 @@ def _layer_dropout(module: nn.Module) -> str:
 def _explained(
     module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception, works_with: int | None
 ) -> CaptureError:
-    where = user_frame(traceback.extract_tb(error.__traceback__))
-    name = type(module.module).__name__
-    kind, text = type(error).__name__, str(error)
-    if why := shadowed(error):
-        return CaptureError(f"{name} cannot be captured: {why}")
+    where, why = user_frame(traceback.extract_tb(error.__traceback__)), shadowed(error)
+    name, kind, text = type(module.module).__name__, type(error).__name__, str(error)
     if re.search(r"Eq\(u\d+, u\d+\)", text):
-        return CaptureError(
-            f"{name} cannot be captured: {where} joins values that two masks have chosen, which a "
-            "trace does not know to be as many: compute the mask once, name it, and choose by it "
-            f"in both places ({kind})"
+        why = (
+            f"{where} joins values that two masks have chosen, which a trace does not know to be "
+            "as many: compute the mask once, name it, and choose by it in both places"
         )
-    if "DataDependent" in kind or "data-dependent" in text:
-        remedy = (
-            "use torch.where or torch.cond, or decide before the forward and pass the decision in "
-            "the batch; torch._check can promise a size that depends on the data"
+    elif "DataDependent" in kind or "data-dependent" in text:
+        option = _layer_dropout(module)
+        why = (
+            f"{where} needs the value of a tensor in Python, as a branch or a number that depends "
+            "on the data does, so the operations differ from batch to batch; "
+            + f"{option} leaves out layers at random: set it to 0, or "
+            * bool(option)
+            + "use torch.where or torch.cond, or decide before the forward and pass the decision "
+            "in the batch; torch._check can promise a size that depends on the data"
         )
-        if option := _layer_dropout(module):
-            remedy = f"{option} leaves out layers at random: set it to 0, or {remedy}"
-        return CaptureError(
-            f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
-            "branch or a number that depends on the data does, so the operations differ from "
-            f"batch to batch; {remedy} ({kind})"
+    elif ".numpy()" in text:
+        why = (
+            f"{where} computes with numpy, and a captured model has torch operations alone; write "
+            "that line with those, or do it where the data is made and pass the result in the batch"
         )
-    if ".numpy()" in text:
-        return CaptureError(
-            f"{name} cannot be captured: {where} computes with numpy, and a captured model has "
-            "torch operations alone; write that line with those, or do it where the data is made "
-            f"and pass the result in the batch ({kind})"
+    elif "DynamicOutputShape" in kind:
+        why = (
+            f"{where} calls {text}, the size of whose result depends on the values of its "
+            "arguments; take an operation whose result has one size, such as a mask in place of a "
+            "choice of entries"
         )
-    if "DynamicOutputShape" in kind:
-        return CaptureError(
-            f"{name} cannot be captured: {where} calls {text}, the size of whose result depends on "
-            "the values of its arguments; take an operation whose result has one size, such as a "
-            "mask in place of a choice of entries"
-        )
+    if why:
+        return CaptureError(f"{name} cannot be captured: {why} ({kind})")
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if works_with is not None:

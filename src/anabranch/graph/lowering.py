@@ -106,8 +106,9 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
     known: dict[Any, int] = {}
     guards: list[Any] = []
     for size in batch_sizes(exported):
-        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-            known[size.node.expr] = samples
+        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        if isinstance(size, torch.SymInt) and expression.is_Symbol:
+            known[expression] = samples
             scope = size.node.shape_env
             guards = [
                 guard.expr.xreplace(scope.replacements)
@@ -115,9 +116,7 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
                 if samples > 1
                 or getattr(guard.sloc.framework_loc, "filename", None) != torch._ops.__file__
             ]
-        elif (isinstance(size, torch.SymInt) and not size.node.expr.is_number) or int(
-            size
-        ) != samples:
+        elif expression != samples:
             raise RefusedError
     # The tracer takes one sample for a size of its own and asks nothing about it, or an operation
     # asks for an order of strides, which one sample has none of; the operations are right for it

@@ -116,3 +116,22 @@ KEEPS_ORDER = (
 )
 """Operations that have an output for each index of a dimension in its order, unless they name it as
 the one to reorder."""
+
+AT_PLACES = words(
+    "index_put_ index_add_ index_copy_ scatter_ scatter_add_ masked_fill_ masked_scatter_"
+)
+"""Writes that change nothing where their index, mask or source is empty."""
+
+COPIES = words("alias detach clone to _to_copy contiguous")
+SAME_ENTRIES = COPIES | words("view reshape flatten squeeze unsqueeze permute transpose")
+OF_ZEROS = SAME_ENTRIES | words("sum any mul select slice expand item _local_scalar_dense")
+"""Operations that make zeros of zeros, and of no entries."""
+
+FINITE = AT_PLACES | words(
+    """
+    index_put index_add index_copy scatter scatter_add masked_fill masked_scatter add add_ sub rsub
+    neg clamp clamp_min maximum where cat stack exp sigmoid softmax tanh relu linear matmul
+    zeros_like
+    """
+)
+"""Further operations that are finite where there are no entries, and so are their derivatives."""

@@ -289,13 +289,15 @@ def _never(_: Any) -> Callable[[], bool]:
     return lambda: False
 
 
-def _causal_if_known(detect: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether a mask is the causal one, which ``nn.Transformer`` asks to take a faster kernel: no
-    for a buffer, whose values a trace does not know, and the kernel for any mask serves.
+def _causal_if_known(transformer: Any) -> Callable[..., bool]:
+    """True for the causal mask, for which ``nn.Transformer`` takes a faster kernel; False for one
+    in a buffer, whose values a trace does not know: the kernel for any mask is right as well.
     """
 
+    detect: Callable[..., bool] = transformer._detect_is_causal_mask
+
     def detected(mask: torch.Tensor | None, is_causal: bool | None, *size: Any) -> bool:
-        if isinstance(mask, FakeTensor) and _depends_on_batch(mask):
+        if _depends_on_batch(mask):
             return is_causal is True
         if mask is None or isinstance(mask, FakeTensor):
             return detect(mask, is_causal, *size)
@@ -317,11 +319,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         (f"transformers.models.{name}.modeling_{name}", "is_torchdynamo_compiling", _never)
         for name in ("longt5", "pop2piano", "switch_transformers", "udop")
     ),
-    (
-        "torch.nn.modules.transformer",
-        "_detect_is_causal_mask",
-        lambda transformer: _causal_if_known(transformer._detect_is_causal_mask),
-    ),
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask", _causal_if_known),
     ("torch.nn.functional", "ctc_loss", lambda functional: traceable(functional.ctc_loss)),
 )
 """Module, a name in it, and the module -> what the name stands for while a forward is traced."""

@@ -24,9 +24,7 @@ def calls_with_weights(
     module: fx.GraphModule, inputs: Collection[str]
 ) -> dict[fx.Node, tuple[nn.Parameter, ...]]:
     """Return calls behind the inputs of a stage, with the parameters that each alone reads."""
-    behind = {
-        node for node in module.graph.nodes if node.op == "placeholder" and node.name in inputs
-    }
+    behind = {n for n in module.graph.find_nodes(op="placeholder") if n.name in inputs}
     alone: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
     calls: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
     for node in module.graph.nodes:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from anabranch.graph.flat_program import schema_name
 from anabranch.graph.operations import RANDOM, words
 
 _aten = torch.ops.aten
@@ -92,10 +93,11 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
     """The source of a view that has become ``value``; None if it cannot be told."""
     if writes_first(view.target):
         return value
+    make = _of_reals(make)
     if view.target is operator.getitem:
         return _put_part_back(view, source, value, make)
-    name, rest = _name(view), view.args[1:]
-    like, make = source.meta["val"], _of_reals(make)
+    name, rest = schema_name(view).removeprefix("aten::"), view.args[1:]
+    like = source.meta["val"]
     if view.meta["val"].dtype != like.dtype:
         return None
     if name in _KEEPS_ORDER:
@@ -118,10 +120,10 @@ def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.N
 
 
 def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.Node | None:
-    (parts, index), make = item.args, _of_reals(make)
+    parts, index = item.args
     assert isinstance(parts, fx.Node)
     assert isinstance(index, int)
-    name = _name(parts)
+    name = schema_name(parts).removeprefix("aten::")
     if name == "unbind":
         dim = parts.args[1] if len(parts.args) > 1 else 0
         return make(_aten.select_scatter.default, source, value, dim, index)
@@ -162,8 +164,3 @@ def viewed(path: list[fx.Node], value: fx.Node, make: Make) -> fx.Node:
             value = make(parts.target, value, *parts.args[1:], **parts.kwargs)
         value = make(target, value, *rest, **view.kwargs)
     return value
-
-
-def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name).removeprefix("aten::")

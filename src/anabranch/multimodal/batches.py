@@ -86,7 +86,7 @@ def multimodal_batch(
     sizes = {"image": (images, patches), "audio": (sounds, chunks)}
     for part in sizes:
         taken = encoders[part].names if part in encoders else ()
-        if others := [n for n in _arguments(model, part) if n in own and n not in taken]:
+        if others := [n for n in _encoder_arguments(model, part) if n in own and n not in taken]:
             raise DataError(
                 f"{type(model).__name__} was given {', '.join(others)}, which multimodal_batch "
                 f"does not cut by samples; it takes {', '.join(taken) or f'no {part}'}"
@@ -158,14 +158,15 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
     return _ENCODERS[model]
 
 
-def _arguments(model: Any, part: str) -> Mapping[str, inspect.Parameter]:
+def _encoder_arguments(model: Any, part: str) -> Mapping[str, inspect.Parameter]:
     """Arguments of the method that encodes images or sounds; none where a model has no such."""
     method = getattr(getattr(model, "model", None), f"get_{part}_features", None)
     return {} if method is None else inspect.signature(method).parameters
 
 
 def _chosen(model: nn.Module) -> dict[str, Encoder]:
-    given = _arguments(model, "image")
+    """Encoders by what the model's methods take; DataError where there is none for its images."""
+    given = _encoder_arguments(model, "image")
     if not given or "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
         raise DataError("its forward takes no mm_encoder_outputs, as of transformers 5.23")
     encoder = next(e for name, e in _KINDS if name in given or hasattr(model.model, name))

@@ -49,16 +49,15 @@ class PackedPatches:
         lengths = grids.prod(-1).tolist()
         needed = most(max(lengths, default=0), size, "patches in an image", "patches")
         length = needed + -needed % unit
-        parts = [self._image(visual, grid[None]) for grid in grids]
+        parts = [
+            {"pixel_values": values, **self._image(visual, grid[None])}
+            for values, grid in zip(torch.split(pixels, lengths), grids, strict=True)
+        ]
         rows = [part.pop("rows") for part in parts]
-        entries = {
-            "pixel_values": torch.split(pixels, lengths),
-            **{name: [part[name] for part in parts] for name in (parts[0] if parts else ())},
-        }
         tensors = {_SIZES: grids}
-        for name, values in entries.items():
-            entries_each = length // unit if name == "image_window_index" else length
-            tensors[name] = torch.stack([_padded(name, v, entries_each) for v in values])
+        for name in parts[0]:
+            entries = length // unit if name == "image_window_index" else length
+            tensors[name] = torch.stack([_padded(name, part[name], entries) for part in parts])
         return Inputs(tensors, rows, length // unit)
 
     def _grids(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -128,10 +127,11 @@ class PackedPatches:
 
 def _visual(model: Any) -> Any:
     """The module that encodes patches, which takes the sizes of images."""
-    return next(part for part in model.model.children() if "grid_thw" in _arguments(part))
+    return next(part for part in model.model.children() if "grid_thw" in _taken(part))
 
 
-def _arguments(module: nn.Module) -> Collection[str]:
+def _taken(module: nn.Module) -> Collection[str]:
+    """Arguments of a module's forward."""
     return inspect.signature(module.forward).parameters
 
 
@@ -151,7 +151,7 @@ def _padded(name: str, value: Tensor, size: int) -> Tensor:
 
 def _shaped(visual: nn.Module) -> set[Any]:
     """Classes of an encoder's parts that look up the size of each patch's image."""
-    return {type(part) for part in visual.modules() if "image_shapes" in _arguments(part)}
+    return {type(part) for part in visual.modules() if "image_shapes" in _taken(part)}
 
 
 def inside(segments: Tensor) -> list[tuple[Any, str, Any]]:
@@ -185,6 +185,17 @@ UNDIVIDED: tuple[Any, str, Any] = (torch, "split", _split)
 """Attribute by which a list of lengths without any entry leaves a tensor undivided."""
 
 
+@dataclass(frozen=True)
+class _SizesByPatch:
+    """Sizes of each patch's image, for code that looks up those of images and repeats them."""
+
+    sizes: Any
+
+    def __getitem__(self, index: tuple[Any, int]) -> Tensor:
+        column: Tensor = self.sizes[:, index[1]]
+        return column.clamp(min=1)  # also of padding
+
+
 @contextmanager
 def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
     """Inside, attention of an encoder is given segments ``[slots, patches]`` in place of bounds,
@@ -208,11 +219,8 @@ def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
         chosen = units.gather(1, index[..., None].expand(-1, -1, units.shape[-1]))
         return chosen.reshape(seq_len, -1)
 
-    def by_patch(_: Any, index: tuple[Any, int]) -> Any:
-        return shapes[:, index[1]].clamp(min=1)  # type: ignore[index]  # also of padding
-
     def interpolating(plain: Any) -> Any:
-        sizes = type("Sizes", (), {"__getitem__": by_patch})()
+        sizes = _SizesByPatch(shapes)
         return lambda self, values, _, __, *places: plain(self, values, [0], sizes, *places)
 
     values: list[tuple[Any, str, Any]] = [

@@ -37,7 +37,9 @@ class VisionTower:
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
-        return {"pixel_values": torch.ones(1, 3, *_pair(config.vision_config.image_size))}
+        size = _pair(config.vision_config.image_size)
+        one = {"pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
+        return {name: one[name] for name in self.names if name in one}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images of a batch, whose number of features is known."""
@@ -127,8 +129,8 @@ class Packed(VisionTower):
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
-        pixels = super().one(config)["pixel_values"]
-        return {"pixel_values": pixels[None], "image_sizes": torch.tensor([pixels.shape[-2:]])}
+        one = super().one(config)
+        return {**one, "pixel_values": one["pixel_values"][None]}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images, with the rows that the library's own arrangement takes."""
@@ -166,11 +168,8 @@ class Packed(VisionTower):
         """Encode the tiles of all slots; rows are arranged where tokens read them."""
         inner, pixels = model.model, tensors["pixel_values"]
         samples, sizes = pixels.shape[0], torch.zeros(0, 2, dtype=torch.long)
-        rules = [
-            (type(inner), "pack_image_features", lambda _, parts, *__, **___: (parts, None)),
-            UNDIVIDED,
-        ]
-        with with_attributes(rules):
+        unpacked = (type(inner), "pack_image_features", lambda _, parts, *__, **___: (parts, None))
+        with with_attributes([unpacked, UNDIVIDED]):
             outputs = inner.get_image_features(pixels.flatten(0, 2), sizes, return_dict=True)
         (features,) = outputs.pooler_output
         rows = features.reshape(samples, -1, features.shape[-1])
@@ -187,11 +186,6 @@ class Sized(VisionTower):
 
     names = ("pixel_values", "image_sizes")
 
-    def one(self, config: Any) -> dict[str, Tensor]:
-        """A batch with one image."""
-        pixels = super().one(config)["pixel_values"]
-        return {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[-2:]])}
-
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images, with segments that part patches of an image from padding."""
         pixels, sizes = batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
@@ -199,10 +193,10 @@ class Sized(VisionTower):
         height, width = (side // patch for side in pixels.shape[2:])
         features = torch.arange((height // merge) * (width // merge)).view(-1, width // merge)
         rows, segments = [], []
-        for tall, wide in sizes.tolist():
-            rows.append(features[: tall // patch // merge, : wide // patch // merge].flatten())
+        for tall, wide in (sizes // patch).tolist():
+            rows.append(features[: tall // merge, : wide // merge].flatten())
             segment = torch.full((height, width), -1)
-            segment[: tall // patch, : wide // patch] = 0
+            segment[:tall, :wide] = 0
             segments.append(segment.flatten())
         tensors = {"pixel_values": pixels, "image_sizes": sizes}
         return Inputs(tensors | {"image_segments": torch.stack(segments)}, rows, features.numel())
@@ -234,8 +228,8 @@ class Sized(VisionTower):
             (torch, "as_tensor", lambda sizes, **_: sizes),  # which are not on the device
             *inside(tensors["image_segments"].flatten(0, 1)),
         ]
-        kinds = {type(part) for part in inner.modules() if hasattr(part, "merging_layer")}
-        rules += [(kind, "forward", merged) for kind in kinds]
+        mergers = {type(part) for part in inner.modules() if hasattr(part, "merging_layer")}
+        rules += [(kind, "forward", merged) for kind in mergers]
         sizes = torch.zeros(0, 2, dtype=torch.long)
         with with_attributes(rules):
             return inner.get_image_features(pixels, image_sizes=sizes, return_dict=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cluster import GB, GIB
+from anabranch.cluster import GB
 
 Floats = NDArray[np.float64]
 
@@ -41,7 +41,6 @@ class DataSheet:
     name: str
     flops: Mapping[str, float]
     bandwidth: float
-    memory_bytes: int
     processors: int
     launch_s: float
 
@@ -100,10 +99,10 @@ DATA_SHEETS: Mapping[str, DataSheet] = {
     for sheet in (
         # Name, operations per second, bandwidth, memory, processors, launch. All are SXM modules;
         # the V100 has neither TF32 nor bfloat16, which run as float32 then.
-        DataSheet("v100", _flops(7.8, 15.7, float16=125), 900 * GB, 16 * GIB, 80, 5e-6),
-        DataSheet("a100", _AMPERE, 2039 * GB, 80 * GB, 108, 4e-6),
-        DataSheet("h100", _HOPPER, 3350 * GB, 80 * GB, 132, 3.5e-6),
-        DataSheet("h200", _HOPPER, 4800 * GB, 141 * GB, 132, 3.5e-6),
+        DataSheet("v100", _flops(7.8, 15.7, float16=125), 900 * GB, 80, 5e-6),
+        DataSheet("a100", _AMPERE, 2039 * GB, 108, 4e-6),
+        DataSheet("h100", _HOPPER, 3350 * GB, 132, 3.5e-6),
+        DataSheet("h200", _HOPPER, 4800 * GB, 132, 3.5e-6),
     )
 }
 """Kind of device, as in ``Cluster.device`` -> its data sheet."""

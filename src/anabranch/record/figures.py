@@ -30,11 +30,8 @@ PHASES = {
 
 def told(document: Document) -> list[Figure]:
     """The figures of a run, the most important ones first; without a step, of its evaluation."""
-    if not document["samples_per_s"]:
-        return [*_learned(document)]
-    if document.get("mode") == "async":
-        return [*_learned(document), *_without_flush(document)]
-    return [*_learned(document), *_of_steps(document)]
+    timed = _without_flush if document.get("mode") == "async" else _of_steps
+    return [*_learned(document), *(timed(document) if document["samples_per_s"] else ())]
 
 
 def beside(document: Document, name: str, other: Document) -> list[ReportTable]:

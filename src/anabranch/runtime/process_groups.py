@@ -203,10 +203,7 @@ def new_group(
     with POSITION.waiting():
         group = guarded(
             lambda: dist.new_group(
-                list(ranks),
-                timeout=timedelta(seconds=timeout),
-                backend=backend,
-                pg_options=options,
+                list(ranks), timeout=timedelta(seconds=timeout), backend=backend, pg_options=options
             )
         )
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
-from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
+from anabranch.graph.returned_loss import scalars
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.reverted import unchanged_buffers, without_gradients
 from anabranch.runtime.guards.same_batch import copies_digest
@@ -170,9 +170,7 @@ def draws_random(program: fx.GraphModule, dropout: str = "off") -> bool:
 
 
 def largest_distance(
-    gradients: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    scale: Callable[[str], float],
+    gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: Callable[[str], float]
 ) -> tuple[float, str]:
     """Return the largest distance of two gradients of a parameter, divided by the parameter's
     scale, and the parameter. A gradient that is not there is zero, as that of an expert that no

@@ -121,11 +121,7 @@ class Session:
                 saved = predecessor.checkpoints.hand_over(self.holders)
                 predecessor.close()
             self.state = ModelState(
-                assignment,
-                self.mesh,
-                self.feed.seed,
-                goes_on=goes_on,
-                needs_all=self._needs_all,
+                assignment, self.mesh, self.feed.seed, goes_on=goes_on, needs_all=self._needs_all
             )
             self.workers = WorkerCache(
                 self.captured,

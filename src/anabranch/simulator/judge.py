@@ -44,11 +44,7 @@ class Judge:
         self._least_s: dict[StageGraph, float] = {}
 
     def consider(
-        self,
-        proposals: Iterable[StageGraph],
-        allowed: float = math.inf,
-        *,
-        in_order: bool = False,
+        self, proposals: Iterable[StageGraph], allowed: float = math.inf, *, in_order: bool = False
     ) -> bool:
         """Judge proposals until ``simulated`` comes to ``allowed``; whether one is the best now, as
         simulated: one that is only the first to fit is not.

@@ -51,8 +51,7 @@ class Repetitions:
         tolerance: how much increases may differ between devices, as a share of the longer
             run: rounding.
         batches: mini-batches that one of three streams has more than the one before.
-        most_streams: times that streams are simulated, each twice as long as the one
-            before.
+        most_streams: times that streams are simulated, each twice as long as the one before.
         shown: mini-batches that a timeline shows beyond those that fill the pipeline.
     """
 
@@ -159,11 +158,7 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
 
 
 def simulate(
-    graph: StageGraph,
-    schedule: Schedule,
-    costs: CostModel | StepCosts,
-    *,
-    per_update: int = 0,
+    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, per_update: int = 0
 ) -> StepRun:
     """Run one step and keep when everything happened, as numbers.
 

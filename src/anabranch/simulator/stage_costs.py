@@ -17,6 +17,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
+from anabranch.graph.opgraph import bits
 from anabranch.plans.stages import Stage
 from anabranch.remembered import remembered
 from anabranch.schedule.schedule import Kind
@@ -61,12 +62,6 @@ class StageCosts:
     batch_size: int
 
     @cached_property
-    def ops(self) -> tuple[int, ...]:
-        """Indices of its operators."""
-        index = self.cost.graph.index
-        return tuple(index[name] for name in self.stage.operators)
-
-    @cached_property
     def mask(self) -> int:
         """Bit mask of its operators."""
         return self.cost.graph.mask(self.stage.operators)
@@ -102,7 +97,7 @@ class StageCosts:
 
     @remembered
     def _gradient_shares(self, samples: int) -> dict[int, float]:
-        ops, whole = sorted(self.ops), self.compute_s(samples)[1]
+        ops, whole = list(bits(self.mask)), self.compute_s(samples)[1]
         each = self.cost.op_seconds(samples)[1] if whole else None
         seconds = np.zeros(len(ops)) if each is None else each[ops]
         shares = 1 - (np.cumsum(seconds) - seconds) / (whole or 1.0)
@@ -118,7 +113,7 @@ class StageCosts:
     def readers(self) -> Mapping[str, int]:
         """Per trainable parameter, the first operator that reads it."""
         ops, parameters = self.cost.graph.ops, self.cost.parameters
-        readers = {name: i for i in sorted(self.ops, reverse=True) for name in ops[i].parameters}
+        readers = {name: i for i in reversed([*bits(self.mask)]) for name in ops[i].parameters}
         return {name: i for name, i in readers.items() if parameters[name].trainable}
 
     @cached_property
@@ -180,11 +175,9 @@ class StageCosts:
         weights, recompute = self.weights, self.stage.recompute
         held = self.cost.memory(weights, samples, 1, recompute=recompute)
         again = (weights.kept * samples + weights.kept_fixed) * recompute
-        passes, waiting = self.cost.split_passes(self.mask)
-        first = again + passes.at(samples)
-        return FlightBytes(
-            *map(float, (held.flight, held.backward, first, again + waiting * samples))
-        )
+        passes, per_sample = self.cost.split_passes(self.mask)
+        first_half, waiting = again + passes.at(samples), again + per_sample * samples
+        return FlightBytes(*map(float, (held.flight, held.backward, first_half, waiting)))
 
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:

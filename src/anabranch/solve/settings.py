@@ -40,10 +40,9 @@ class Settings:
             nothing more.
         least_gain: share of the step that a rewrite has to save; less is within the error
             of measured operators.
-        heavy: share of the step that a table has to take by itself for
-            ``splits_of_tables`` to cut it. With 26 tables on 64 devices, each of them 89 %
-            of the step, two parts make the step 1.35x shorter; of dlrm's, 5 to 21 % of the
-            step, parts are worth nothing.
+        heavy: share of the step that a table has to take by itself for ``splits_of_tables`` to cut
+            it. With 26 tables on 64 devices, each of them 89 % of the step, two parts make the step
+            1.35x shorter; of dlrm's, 5 to 21 % of the step, parts are worth nothing.
         straggler_share: share of the step that a straggler costs at least.
         most_computes: computes of all changed steps together at most, some two seconds;
             other changes are left out.
@@ -54,8 +53,7 @@ class Settings:
             enough to search there; .5 lost plans that were 4 to 60 % shorter, of one in 70 models.
         fewer_effort: share of a search's evaluations for each smaller number of devices.
         bound_met: share of the bound by which a step may be longer for a search to end.
-        bound_rounding: share of the bound that it may be too low: where the search for it
-            ends.
+        bound_rounding: share of the bound that it may be too low: where the search for it ends.
     """
 
     worth_sharing: float = 0.001

@@ -12,7 +12,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample, prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import asynchronous, checked_order, rule_named
+from anabranch.schedule import checked_order, rule_named
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.solve.asynchronous_simulation import simulate_async
@@ -122,5 +122,5 @@ def synchronous(plan_: Plan) -> Plan:
     """The same stages with a flush after every batch; a synchronous plan as it is."""
     if plan_.mode == "sync":
         return plan_
-    graph = rule_named(asynchronous.ORDER).warm_up(plan_.stage_graph)
+    graph = rule_named(plan_.schedule).warm_up(plan_.stage_graph)
     return replace(plan_, stage_graph=graph, mode="sync", policy="", round_robin=False)

@@ -133,10 +133,10 @@ class Course(Generic[_Pipe]):
             SAVE_CLOCK.look()
         if not self.pipe.is_between_updates:
             return
-        is_due = self._is_crossed(self._evaluate_every, self._evaluated_at)
         # Behind the last step what was trained is saved before.
-        is_due &= INTERRUPT.agreed or not self._is_over
-        is_best = is_due and self._evaluate()
+        evaluates = INTERRUPT.agreed or not self._is_over
+        evaluates &= self._is_crossed(self._evaluate_every, self._evaluated_at)
+        is_best = evaluates and self._evaluate()
         if self._save_every is not None:
             is_due = self._is_crossed(self._save_every.steps, self._saved_at) or SAVE_CLOCK.is_due
             if is_best or (is_due and self.pipe.step_number > self._saved_at):

@@ -139,11 +139,7 @@ def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
 
 
 def recommend(
-    depth: int,
-    facts: OptimizerFacts,
-    *,
-    batch_size: int = 1,
-    versions: int | None = None,
+    depth: int, facts: OptimizerFacts, *, batch_size: int = 1, versions: int | None = None
 ) -> tuple[str, str]:
     """The policy for ``auto``, and why.
 

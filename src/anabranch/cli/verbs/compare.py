@@ -63,9 +63,8 @@ def compare(
     auto, or of every --planner that is named.
 
     A planner that finds no plan has a row and a line that says why; exits with 1 if none has a
-    plan. Ctrl-C ends the search of the planner under way, with the best plan it has so far or a
-    row that says "stopped"; the others follow. A second Ctrl-C ends the comparison with what there
-    is.
+    plan. Ctrl-C ends the search of the planner under way, with the best plan it has so far or a row
+    that says "stopped"; the others follow. A second Ctrl-C ends the comparison with what there is.
 
     "slowest stage" is what the slowest stage computes in one step; a step cannot be shorter.
     "total" is the planner's search plus simulating its proposals and improving the best of them.

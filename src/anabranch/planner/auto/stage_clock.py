@@ -269,11 +269,7 @@ def _sum(s: int, state: State) -> float:
 
 
 def _run(
-    batch_size: int,
-    stages: Table[StageRecord],
-    update: float,
-    state: State,
-    limit: float,
+    batch_size: int, stages: Table[StageRecord], update: float, state: State, limit: float
 ) -> float:
     """The clock: of all stages the one whose next action ends first, message after message. Sums
     are looked for once a stage is at its last backward.

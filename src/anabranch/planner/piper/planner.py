@@ -84,8 +84,7 @@ class Piper:
         for prices in map(problem.prices, problem.sizes):
             if prices.modes:
                 yield from self._graphs(
-                    problem,
-                    [(DownsetPrices(prices, space.downsets), space) for space in spaces],
+                    problem, [(DownsetPrices(prices, space.downsets), space) for space in spaces]
                 )
 
     def _graphs(

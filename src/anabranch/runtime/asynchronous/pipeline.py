@@ -157,8 +157,7 @@ class AsyncPipeline(BasePipeline):
         if order.round_robin and check_memory and not is_predicted:
             with session.failing():
                 session.assignment.require_memory(
-                    budgeted(plan, order, session.captured, self.policy, self.optimizer),
-                    self._mesh,
+                    budgeted(plan, order, session.captured, self.policy, self.optimizer), self._mesh
                 )
         (self._stage,) = graph.stages_of[self._mesh.device]
         with session.failing(), POSITION.doing(Phase.START_UP):

@@ -79,8 +79,7 @@ def shards_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Shards:
 
 
 def replace_parameters(
-    optimizer: torch.optim.Optimizer,
-    parts: Mapping[nn.Parameter, Mapping[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Mapping[str, nn.Parameter]]
 ) -> None:
     """Have an optimizer update parts of parameters in their place.
 

@@ -53,9 +53,8 @@ class Tolerances:
     """Shares by which gradients may differ.
 
     Attributes:
-        coarse: largest difference relative to a gradient's norm. The coarse one is for
-            half precision, and for float32 on a GPU, whose products may be rounded to
-            TF32.
+        coarse: largest difference relative to a gradient's norm. The coarse one is for half
+            precision, and for float32 on a GPU, whose products may be rounded to TF32.
         noise: differences below this share of the norm of all gradients are rounding,
             whatever they are relative to.
     """

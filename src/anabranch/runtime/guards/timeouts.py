@@ -17,8 +17,7 @@ class Timeouts:
         grace_s: seconds that a rank has to say why it failed once others have lost it, or
             to end by itself once another has said so.
         loop_end_s: seconds that a rank that leaves a loop waits for the others at most.
-        cause_s: how long a failure that is only a consequence waits for its cause to
-            arrive.
+        cause_s: how long a failure that is only a consequence waits for its cause to arrive.
         abort_s: seconds that communicators of GPUs may take to end after a failure before
             the user is told of it; they go on ending meanwhile.
         regroup_s: seconds that ranks have to leave an interrupted step after another one has died;

@@ -99,13 +99,7 @@ class BySample:
         return result
 
     def _replace(
-        self,
-        graph: fx.Graph,
-        new: fx.Node,
-        old: fx.Node,
-        rows: fx.Node,
-        row: int,
-        samples: int,
+        self, graph: fx.Graph, new: fx.Node, old: fx.Node, rows: fx.Node, row: int, samples: int
     ) -> None:
         name = schema_name(old)
         call, axis = self._axes[old.meta[CALL]]
