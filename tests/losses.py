@@ -164,15 +164,20 @@ class WrittenInPlace(Tokens):
 
 class Spectrum(Tokens):
     """Products of low frequencies, written into a tensor of zeros, as Fourier operators have it;
-    the loss has one entry.
+    one factor is kept without its gradient, and the loss has one entry.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [self.head.bias.detach()]
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         frequencies = torch.fft.rfft(self.scores(x))
         kept = torch.zeros_like(frequencies)
         kept[..., :2] = frequencies[..., :2] * torch.complex(
-            self.head.bias[:2], self.head.bias[2:4]
+            self.head.bias[:2], self.factors[0][2:4]
         )
+        kept.diagonal(dim1=1, dim2=2).mul_(2)
         kept[:, 0, 3] = frequencies[:, 1, 3].conj()
         return torch.fft.irfft(kept).square().mean().reshape(1)
 

@@ -56,6 +56,16 @@ def test_view_keeps_the_whole_storage(batch: Tensor) -> None:
     assert kept([batch, weight], *ops, start=batch) == [160, 0, 0]
 
 
+def test_a_sparse_tensor_is_at_hand_or_counted_by_its_parts(batch: Tensor) -> None:
+    """Autograd keeps it for the gradient of the product: 4 rows and columns, 64 bytes, and 4
+    values, 16 bytes.
+    """
+    near = torch.eye(4).to_sparse()
+    op = lambda x: torch.sparse.mm(near, x)  # noqa: E731
+    assert kept([batch, near], op, start=batch.requires_grad_()) == [0]
+    assert kept([batch], op, start=batch) == [80]
+
+
 def test_nothing_without_gradients(batch: Tensor) -> None:
     """Where no gradient is needed autograd saves nothing."""
     assert kept([batch], torch.exp, torch.exp, start=batch) == [0, 0]

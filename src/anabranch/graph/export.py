@@ -27,6 +27,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 
 from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
@@ -143,7 +144,7 @@ def export(
 
 def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.Module) -> None:
     """Have parameters that a module also keeps elsewhere, as in a list, be inputs of their names: a
-    trace takes them for constants, without gradients.
+    trace takes them for constants, without gradients, which what is kept detached stays.
     """
 
     def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -154,6 +155,11 @@ def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.M
 
     kinds = torch.export.graph_signature.InputKind
     names = {memory(parameter): name for name, parameter in module.named_parameters()}
+    for part in module.modules():
+        kept = [value for name, value in vars(part).items() if name != "_buffers"]
+        for leaf in tree_leaves(kept):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+                names.pop(memory(leaf), None)
     for spec in exported.graph_signature.input_specs:
         if spec.kind is kinds.CONSTANT_TENSOR:
             name = names.get(memory(exported.constants[str(spec.target)]))

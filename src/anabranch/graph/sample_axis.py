@@ -23,7 +23,15 @@ import torch
 from torch import fx
 
 from anabranch.graph import operations
-from anabranch.graph.call_traits import arguments, base_name, dims_along, is_integer, keyed, tensor
+from anabranch.graph.call_traits import (
+    arguments,
+    base_name,
+    dims_along,
+    is_integer,
+    keyed,
+    tensor,
+    value_inputs,
+)
 from anabranch.graph.flat_program import CallKey, FlatProgram
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
@@ -118,7 +126,9 @@ def _axis(
         axis, before = axes.get(node.all_input_nodes[0]), tensor(node.all_input_nodes[0])
         if axis is not None and before is not None and axis.dim >= 0 and not axis.trouble:
             by_entry = base_name(node) == "repeat_interleave"  # or as a whole
-            times = size // before.shape[axis.dim] if by_entry else 1
+            # All dimensions are one where none is named.
+            first = 0 if arguments(node).get("dim", 0) is None else axis.dim
+            times = size // math.prod(before.shape[first : axis.dim + 1]) if by_entry else 1
             return SampleAxis(dim, axis.inner * times)
     return _kept(node, here, dim, samples, axes)
 
@@ -217,8 +227,6 @@ def is_across(
     axis, value = axes.get(source, SampleAxis(-1)), tensor(source)
     if value is None:
         return False
-    if _pairs_others(node, name, axes, samples):
-        return True
     dim, rank, options = axis.dim, value.dim(), arguments(node)
     if axis.trouble == RAGGED:
         dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
@@ -246,18 +254,19 @@ def is_across(
     return ("scaled_dot_product" in name or name in ("tril", "triu")) and dim >= rank - 2
 
 
-def _pairs_others(
-    node: fx.Node, name: str, axes: Mapping[fx.Node, SampleAxis], samples: int
-) -> bool:
+def pairs_others(node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int) -> bool:
     """True for an operation on entries at the same places of values whose samples are folded in
     different ways, such as ``x.flatten(0, 1) + y.repeat(3, 1)``.
     """
-    is_by_entry = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if not is_by_entry and name not in operations.PRODUCTS | operations.REDUCED:
+    name, read = base_name(node), value_inputs(node)
+    if name in operations.LOOKUPS or (name.startswith("index") and any(map(is_integer, read[1:]))):
         return False
+    picks = name.startswith(("cat", "concat", "gather", "scatter"))
     folds: dict[int, set[int]] = {}
-    for source in node.all_input_nodes:
+    for source in read:
         axis, value = axes.get(source, SampleAxis(-1)), tensor(source)
         if axis.dim >= 0 and not axis.trouble and value is not None:
+            if picks and axis.dim in dims_along(node, value.dim()):
+                continue
             folds.setdefault(value.shape[axis.dim], set()).add(axis.inner)
     return any(len(inner) > 1 for size, inner in folds.items() if size > samples)

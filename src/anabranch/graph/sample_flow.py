@@ -51,7 +51,15 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
-from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_across, is_index, sample_axes
+from anabranch.graph.sample_axis import (
+    PAIRS,
+    RAGGED,
+    SampleAxis,
+    is_across,
+    is_index,
+    pairs_others,
+    sample_axes,
+)
 
 _TOTALS = ("sum", "mean")
 """Kinds of values that slices have instead of samples, and that add up."""
@@ -164,7 +172,11 @@ class _Follower:
     ) -> Flow | None:
         """Flow of a value that slices compute, given statistics of the batch; None for others."""
         kinds = {flow.kind for flow in inputs}
-        if axis.trouble == PAIRS or "coupled" in kinds:
+        if (
+            axis.trouble == PAIRS
+            or "coupled" in kinds
+            or pairs_others(node, self.axes, self.program.samples)
+        ):
             return None
         if kinds <= {"constant"}:
             return self.without_samples(node, axis, known)

@@ -30,6 +30,7 @@ Make = Callable[..., fx.Node]
 _KEEPS_ORDER = words(
     "alias view reshape flatten unflatten unsqueeze squeeze view_as contiguous to type_as"
 )
+_SCATTERS = (_aten.select_scatter.default, _aten.slice_scatter.default)
 _PARTS = words("split split_with_sizes chunk tensor_split")
 
 
@@ -136,11 +137,13 @@ def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -
 
 
 def _of_reals(make: Make) -> Make:
-    """The same, with scatters of complex numbers, which have no derivative, on pairs of reals."""
+    """The same, with scatters of complex numbers on pairs of reals, as but that of a diagonal they
+    have no derivative.
+    """
 
     def made(target: Any, source: fx.Node, *rest: Any) -> fx.Node:
         like = source.meta["val"]
-        if not like.is_complex() or "_scatter" not in target._schema.name:
+        if not like.is_complex() or target not in _SCATTERS:
             return make(target, source, *rest)
         value, *places = rest
         for i in range(len(places)):

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anabranch.profile.storages import Storages
+from anabranch.profile.storages import Storages, storages_of
 
 Around = Callable[[int, bool], AbstractContextManager[Any]]
 """Operator, whether it is its backward -> a context of that pass."""
@@ -58,11 +58,11 @@ class BytesObserver:
 
         def save(tensor: Tensor) -> Tensor:
             self._claim([tensor], op)
-            storage = tensor.untyped_storage()
-            maker = self._maker[storage]
-            if maker is not None:
-                self.kept[maker] += storage.nbytes()
-                self._maker[storage] = None
+            for storage in storages_of(tensor):
+                maker = self._maker[storage]
+                if maker is not None:
+                    self.kept[maker] += storage.nbytes()
+                    self._maker[storage] = None
             return tensor
 
         before = self._storages.restart()
@@ -92,4 +92,5 @@ class BytesObserver:
 
     def _claim(self, tensors: Iterable[Tensor], op: int | None) -> None:
         for tensor in tensors:
-            self._maker.setdefault(tensor.untyped_storage(), op)
+            for storage in storages_of(tensor):
+                self._maker.setdefault(storage, op)

@@ -45,7 +45,7 @@ class Storages:
     def __init__(self, held: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:
         self.now = self.peak_bytes = 0
         # Keeps them, so that no other storage can come to be at their place.
-        self._ignored = {id(s): s for s in (t.untyped_storage() for t in ignored)}
+        self._ignored = {id(s): s for tensor in ignored for s in storages_of(tensor)}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in held:
             self.see(tensor)
@@ -56,12 +56,11 @@ class Storages:
         return self.now
 
     def see(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, if it is new, until it is gone."""
-        if tensor.layout is not torch.strided:
-            for part in _parts(tensor):
-                self.see(part)
-            return
-        storage = tensor.untyped_storage()
+        """Count a tensor's storages, if they are new, until they are gone."""
+        for storage in storages_of(tensor):
+            self._see(storage)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self._alive or key in self._ignored:
             return
@@ -76,5 +75,9 @@ class Storages:
         self.peak_bytes = max(self.peak_bytes, self.now)
 
 
-def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages of a tensor, of which a sparse one has several."""
+    parts: tuple[Tensor, ...] = (tensor,) if tensor.layout is torch.strided else ()
+    if tensor.layout is torch.sparse_coo:
+        parts = tensor._indices(), tensor._values()
+    return [part.untyped_storage() for part in parts]
