@@ -78,6 +78,10 @@ def test_what_fits_is_found(data):
         found = asynchronous(cost, batch_size, policy=policy, max_replicas=limit, improve=False)
     except InfeasiblePlanError:
         assert there_is is None, there_is
+    except InvalidPlanError:
+        # Merged operators have the place of the first: a pass may seem to take some bytes less, and
+        # a plan for the last of the memory is refused in the end.
+        assert profile.graph.tied
     else:
         assert there_is is not None
         assert solve.check_plan(found, profile, machines) == []
