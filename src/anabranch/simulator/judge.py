@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError, ProfileError
 from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.objective import Objective, ScheduledProposal, peak_bytes
+from anabranch.simulator.objective import Objective, ScheduledProposal
 
 
 class Judge:
@@ -149,7 +149,7 @@ class Judge:
                 if graph in self._ran:
                     continue
                 self._ran.add(graph)
-                peak = peak_bytes(costs, graph, schedule)
+                peak = objective.peak_bytes(costs, graph, schedule)
                 if peak > memory_bytes:
                     self.too_big.append(peak)
                     self.unfit.append(proposal)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -122,6 +122,10 @@ class ShortestStep:
             graph = with_lengths(costs) if schedule in LISTS else costs.graph
             yield rule_named(schedule).warm_up(graph, partial(self._room, costs)), schedule
 
+    def peak_bytes(self, costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
+        """Most bytes on the fullest device, see ``peak_bytes``."""
+        return peak_bytes(costs, graph, schedule)
+
     def _room(self, costs: ModelCosts, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""
         return costs.most_in_flight(s, self.cost.cluster.memory_bytes)
@@ -172,6 +176,8 @@ class ShortestPeriod:
             parallelism in turns won by a few percent; a third of the updates cost 2.0 and 18.1
             points of accuracy (``benchmarks.convergence.depths``), a pipeline under ``2bw-ef`` 0.4
             and 10.1.
+        whole: prices of the same stages with the operators that ``cost`` has as one apart, since
+            the memory of a pass goes by their order; None where there are none.
     """
 
     cost: CostModel
@@ -180,6 +186,7 @@ class ShortestPeriod:
     last_update: bool = False
     in_turns: bool = False
     weighs_updates: bool = True
+    whole: Callable[[ModelCosts], ModelCosts] | None = None
 
     equal: ClassVar[float] = 1e-3
     warm_up_gain: ClassVar[float] = 0.0
@@ -213,6 +220,9 @@ class ShortestPeriod:
 
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
         yield costs.graph, asynchronous.ORDER
+
+    def peak_bytes(self, costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
+        return peak_bytes(self.whole(costs) if self.whole else costs, graph, schedule)
 
     def least_s(self, costs: ModelCosts, enough: float) -> float:
         minibatches = costs.graph.batch_size // self.batch_size

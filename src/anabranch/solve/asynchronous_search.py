@@ -17,6 +17,7 @@ from anabranch.plans.stages import MOST_MICROBATCHES, StageGraph
 from anabranch.plans.whole_batch import fitted
 from anabranch.schedule.asynchronous import ORDER, warm_up
 from anabranch.simulator import stream
+from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.asynchronous_simulation import prediction
@@ -135,10 +136,19 @@ class AsynchronousSearch:
 
     def _objective(self, policy: WeightPolicy, *, in_turns: bool = False) -> ShortestPeriod:
         weighs = self._name != "pipedream"  # which publishes turns as they are
-        size, last_update = self._batch_size, self._last_update
         return ShortestPeriod(
-            self._cost, policy, size, last_update, in_turns=in_turns, weighs_updates=weighs
+            self._cost,
+            policy,
+            self._batch_size,
+            self._last_update,
+            in_turns=in_turns,
+            weighs_updates=weighs,
+            whole=self._apart if because(self._contracted) else None,
         )
+
+    def _apart(self, costs: ModelCosts) -> ModelCosts:
+        """Prices of the same stages of the whole model."""
+        return replace(costs, graph=self._contracted.expand(costs.graph), cost=self._whole)
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
         """The best plan whose replicas take mini-batches in turn, if its interval is shorter; for
