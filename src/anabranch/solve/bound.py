@@ -63,6 +63,7 @@ sum up one while it computes another. For plans with such devices only the first
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,19 +81,30 @@ from anabranch.solve.settings import SETTINGS
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of ``busy`` in a mean with ``summed``; each gives a bound, and the largest holds."""
 
+LEAST = 1e-9
+"""Share of the longest step that is looked at, down to which bounds are looked for."""
+
 
 def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> float:
     """Seconds that a step of any plan takes at least, if each device has one stage; of any plan at
     all with ``several``.
     """
     relaxed = _Relaxation.of(cost, batch_size, several=several)
-    low = _work_and_way_s(cost, batch_size)
-    high = max(low, float(relaxed.least[0].max() + relaxed.busy[0].sum()))
-    while high - low > SETTINGS.bound_rounding * high:
-        middle = (low + high) / 2
-        fits = relaxed.fits(middle, several=several)
-        low, high = (low, middle) if fits else (middle, high)
-    return low
+    bound_s = _work_and_way_s(cost, batch_size)
+    most_s = max(bound_s, float(relaxed.least[0].max() + relaxed.busy[0].sum()))
+    if not most_s:
+        return 0.0
+    # Powers of one ratio, so that bounds with and without several stages are rounded alike.
+    ratio = 1 + SETTINGS.bound_rounding
+    low, high = (math.log(s, ratio) for s in (bound_s or most_s * LEAST, most_s))
+    low, high = math.floor(low), math.ceil(high) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if relaxed.fits(ratio**middle, several=several):
+            high = middle
+        else:
+            low, bound_s = middle, max(bound_s, ratio**middle)
+    return bound_s
 
 
 def _work_and_way_s(cost: CostModel, batch_size: int) -> float:

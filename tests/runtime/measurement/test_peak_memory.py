@@ -129,7 +129,7 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     activation = 4 * 256 * 32 * 4
     for measured, said in zip(peaks, plan.predicted.device_peak_bytes, strict=True):
         assert said > 10 * activation
-        assert said - 3 * activation - 4 * KB <= measured <= said + 4 * KB
+        assert said - 3 * activation <= measured <= said + 4 * KB
 
 
 class Widened(nn.Module):
