@@ -55,8 +55,8 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
     if name == "fill" and not isinstance(others[0], fx.Node):
         return make(_aten.full_like.default, changed, others[0])
     overloads = target._overloadname, f"Tensor_{target._overloadname}"  # of pow_.Scalar
-    found = [getattr(getattr(_aten, name, None), overload, None) for overload in overloads]
-    twins = [twin for twin in found if twin and str(twin._schema.arguments[0].type) == "Tensor"]
+    known = [getattr(getattr(_aten, name, None), overload, None) for overload in overloads]
+    twins = [twin for twin in known if twin and str(twin._schema.arguments[0].type) == "Tensor"]
     is_copy = name in ("copy", "fill")
     if not twins and not is_copy:
         return None

@@ -138,8 +138,8 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
     """
     if model not in _ENCODERS:
         try:
-            found = _chosen(model)
-            for encoder in found.values():
+            encoders = _chosen(model)
+            for encoder in encoders.values():
                 one = encoder.inputs(model, encoder.one(model.config), None).tensors
                 # The others have counted the features of an image, or ask for values.
                 if isinstance(encoder, PackedPatches | Sounds | Sized):
@@ -154,7 +154,7 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
                 "or images of each sample in a dimension of their own, or Workload rows={...}, see "
                 "docs/multimodal.md"
             ) from error
-        _ENCODERS[model] = found
+        _ENCODERS[model] = encoders
     return _ENCODERS[model]
 
 
@@ -166,14 +166,18 @@ def _encoder_arguments(model: Any, part: str) -> Mapping[str, inspect.Parameter]
 
 def _chosen(model: nn.Module) -> dict[str, Encoder]:
     """Encoders by what the model's methods take; DataError where there is none for its images."""
-    given = _encoder_arguments(model, "image")
-    if not given or "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+    arguments = _encoder_arguments(model, "image")
+    if (
+        not arguments
+        or "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters
+    ):
         raise DataError("its forward takes no mm_encoder_outputs, as of transformers 5.23")
-    encoder = next(e for name, e in _KINDS if name in given or hasattr(model.model, name))
-    if pixtral_tower(model) is not None:
-        encoder = Sized()
-    empty = inspect.Parameter.empty
-    required = (n for n, value in given.items() if value.default is empty and value.kind < 2)
+    kinds = (e for name, e in _KINDS if name in arguments or hasattr(model.model, name))
+    encoder = Sized() if pixtral_tower(model) is not None else next(kinds, None)
+    if encoder is None:
+        raise DataError(f"its images are given as {', '.join(arguments)}")
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = (n for n, a in arguments.items() if a.default is a.empty and a.kind not in several)
     if others := [name for name in required if name not in encoder.names]:
         raise DataError(f"its images come with {', '.join(others)}")
     tower: Any = getattr(model.model, "audio_tower", None)

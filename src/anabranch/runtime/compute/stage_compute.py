@@ -263,7 +263,7 @@ def _noted(piece: _BatchSlice) -> list[CallWithWeights]:
 
 
 def _ends(outputs: list[tuple[Port, Tensor]]) -> list[tuple[Port, GradientEdge]]:
-    """Where backwards begin, without the outputs, which nobody else may keep once they are sent."""
+    """Gradient edges of outputs, at which a backward begins; the outputs need not stay for it."""
     return [(port, get_gradient_edge(out)) for port, out in outputs if out.requires_grad]
 
 
