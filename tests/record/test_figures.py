@@ -177,8 +177,9 @@ def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
     assert told(run.figures())[0].line == "in the evaluation, the disk is on fire"
 
     def evaluate() -> None:
-        with keeping(lambda kept: (kept, Path("kept")), tmp_path) as note_trained:
-            note_trained(run)
+        with keeping(lambda kept: (kept, Path("kept")), tmp_path) as so_far:
+            so_far.begin(RUN)
+            so_far.trained(run)
             raise TrainingError("no more")
 
     with pytest.raises(TrainingError):

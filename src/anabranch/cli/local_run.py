@@ -13,6 +13,7 @@ from anabranch.cli.restarts import surviving
 from anabranch.cli.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
+    from anabranch.cli.run_results import RunSoFar
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
     from anabranch.training import Looks
@@ -26,6 +27,7 @@ def train_job(
     predicted_s: float = 0.0,
     on_interrupt: Callable[[], None] | None = None,
     fewer: Callable[[int], float] | None = None,
+    so_far: RunSoFar | None = None,
     **options: Any,
 ) -> Run:
     """Train on local ranks, or as this rank of torchrun, with ``predicted_s`` (of a step or
@@ -34,6 +36,7 @@ def train_job(
     Args:
         fewer: plans the job for so many devices (``training.survive``), and returns
             ``predicted_s`` of that plan.
+        so_far: told of every step.
     """
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
@@ -59,6 +62,9 @@ def train_job(
             prepare(job.captured, order.for_turn(0, plan.stage_graph.batch_size), job.workload)
     elif (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
+
+    if so_far is not None:
+        logs, options["on_trained"] = (*logs, so_far), so_far.trained
 
     def rank(plan: Plan, predicted_s: float) -> Run:
         return (train_async if is_async else train)(

@@ -57,6 +57,27 @@ def refuse_mode(
             raise typer.BadParameter(why)
 
 
+def require_possible(training: TrainingSettings) -> None:
+    """Accept settings of a run as far as they can be judged without the model.
+
+    Raises:
+        typer.BadParameter: if options do not go together, or there is no such log.
+        TrainingError: if the checkpoint to write exists already, or the one to read has all epochs.
+        FileFormatError: if the one to read is none.
+    """
+    from anabranch.checkpoint import Checkpoint
+    from anabranch.training import require_place
+    from anabranch.training.course import nothing_left
+
+    resume = training.resume
+    require_place(training.save, resume, is_series=training.saves() is not None)
+    training.loggers()
+    if resume is not None:
+        done = Checkpoint(resume).progress.epoch
+        if training.epochs is not None and done >= training.epochs:
+            raise nothing_left(resume, done, training.epochs)
+
+
 def require_trainable(
     workload: Workload,
     compute: ComputeOptions,
@@ -70,9 +91,9 @@ def require_trainable(
 
     Raises:
         DataError: if there is nothing to train on, or to evaluate, or batches have another size.
-        TrainingError: if the checkpoint to write exists already, the one to read has all epochs, or
-            a pipeline cannot step the optimizer or the scheduler, as far as stand-ins tell.
-        FileFormatError: if the one to read is none, or of another model, or weights are missing.
+        TrainingError: if a pipeline cannot step the optimizer or the scheduler, as far as stand-ins
+            tell.
+        FileFormatError: if the checkpoint to read is of another model, or weights are missing.
         WorkloadError: if the recipe of the scheduler fails.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
@@ -80,8 +101,7 @@ def require_trainable(
     from anabranch.data.loaders import Loader
     from anabranch.runtime.model_state import require_weights
     from anabranch.runtime.optimizer_facts import refuse_unsupported
-    from anabranch.training import require_place
-    from anabranch.training.course import nothing_left, require_evaluation
+    from anabranch.training.course import require_evaluation
     from anabranch.workload import stand_in
 
     if workload.data is None:
@@ -96,20 +116,13 @@ def require_trainable(
                 f"the data has fewer samples than a batch of {batch_size}, for which plan and "
                 "prediction are: every batch is a short one; take a smaller --batch-size"
             )
-    resume, saves = training.resume, training.saves()
-    require_place(training.save, resume, is_series=saves is not None)
     require_evaluation(workload, training.evaluate_every, training.steps)
-    training.loggers()
     if (optimizer := stand_in(workload)) is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # told where training begins
             refuse_unsupported(optimizer, workload.make_scheduler(optimizer))
-    if resume is not None:
-        checkpoint = Checkpoint(resume)
-        checkpoint.require_module(workload.module)
-        done = checkpoint.progress.epoch
-        if training.epochs is not None and done >= training.epochs:
-            raise nothing_left(resume, done, training.epochs)
+    if training.resume is not None:
+        Checkpoint(training.resume).require_module(workload.module)
     if training.weights is not None:
         require_weights(training.weights, workload.module)
     if is_async:

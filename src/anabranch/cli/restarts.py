@@ -21,6 +21,8 @@ from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
 from anabranch.errors import StageFailedError, TrainingError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
     from anabranch.runtime.spare_copies import Survival
@@ -144,13 +146,17 @@ def restarted(training: TrainingSettings) -> TrainingSettings:
 
 
 def train_with_restarts(
-    train: Callable[[TrainingSettings], Run], training: TrainingSettings, say: Callable[[str], None]
+    train: Callable[[TrainingSettings], Run],
+    training: TrainingSettings,
+    say: Callable[[str], None],
+    out: Path | None = None,
 ) -> tuple[Run, TrainingSettings]:
     """Train on local ranks; where a rank fails, start them again, ``max_restarts`` times at most.
 
     Args:
         train: one attempt.
         say: told of each restart.
+        out: folder of the figures, if the user names one.
 
     Returns:
         The run, whose losses are those of the last attempt, and what that was asked for.
@@ -166,7 +172,7 @@ def train_with_restarts(
             if restarts == training.max_restarts:
                 # An error of the user's code, which has a traceback, would come again.
                 is_death = not getattr(failure, "__notes__", ())
-                if is_death and (how := how_after_failure(training, first)):
+                if is_death and (how := how_after_failure(training, first, out)):
                     failure.args = (f"{failure}; {how}",)
                 raise
             try:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
     from anabranch.timeline import Timeline
+    from anabranch.training import Event
 
 
 def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
@@ -44,44 +45,82 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
     return run
 
 
+class RunSoFar:
+    """Steps of an attempt, then the run behind the last one, in a file that outlives local ranks.
+
+    The first rank writes it: it is a callback for events, and ``trained`` for the run.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._begun: Run | None = None
+
+    def begin(self, run: Run) -> None:
+        """Forget an earlier attempt; the run has no steps yet."""
+        self._begun = run
+        self._file.seek(0)
+        self._file.truncate()
+
+    def __call__(self, event: Event) -> None:
+        """Note a step."""
+        from anabranch.training import StepEvent
+
+        if isinstance(event, StepEvent):
+            self.trained((event.loss, event.seconds, event.samples))
+
+    def trained(self, made: Run | tuple[float, float, int]) -> None:
+        """Note the run, or a step: loss, seconds and samples."""
+        with suppress(OSError):  # a checkpoint is still to be written
+            pickle.dump(made, self._file)
+
+    def failed(self, failure: str) -> Run | None:
+        """Return the run with a failure, as far as it came; None if no step was made."""
+        self._file.seek(0)
+        made: list[Any] = []
+        with suppress(EOFError, OSError, pickle.UnpicklingError):
+            while True:
+                made.append(pickle.load(self._file))
+        run: Run | None = self._begun
+        if not made or run is None:
+            return None
+        if isinstance(made[-1], tuple):
+            losses, seconds, samples = zip(*made, strict=True)
+            # Without a flush the first ones have no seconds.
+            step_s = tuple(filter(None, seconds))
+            run = replace(run, losses=losses, step_s=step_s, samples=samples)
+        else:
+            run = made[-1]
+        return replace(run, failure=failure)
+
+
 @contextmanager
-def keeping(
-    keep: Callable[[Run], tuple[Run, Path]], save: Path | None
-) -> Iterator[Callable[[Run | None], None]]:
-    """Yield a function for a rank to call behind its last step; a run that fails then is kept.
+def keeping(keep: Callable[[Run], tuple[Run, Path]], save: Path | None) -> Iterator[RunSoFar]:
+    """Yield what notes a run; one that fails is kept as far as it came.
 
     Args:
         keep: writes a run into the folder that it returns.
         save: where its checkpoints are.
     """
-    with TemporaryFile() as file:  # which local ranks inherit
-
-        def note_trained(run: Run | None) -> None:
-            with suppress(OSError):  # a checkpoint is still to be written
-                file.seek(0)
-                pickle.dump(run, file)
-                file.flush()
-
+    with TemporaryFile(buffering=0) as file:
+        so_far = RunSoFar(file)
         try:
-            yield note_trained
+            yield so_far
         except BaseException as error:
-            file.seek(0)
-            with suppress(EOFError, OSError, pickle.UnpicklingError):
-                if (run := pickle.load(file)) is not None:
-                    _, folder = keep(replace(run, failure=str(error) or "ended by Ctrl-C"))
-                    note(_kept(run, folder, save))
+            if (run := so_far.failed(str(error) or "ended by Ctrl-C")) is not None:
+                note(_kept(run, keep(run)[1], save))
             raise
 
 
 def _kept(run: Run, folder: Path, save: Path | None) -> str:
-    """Return what is left of a run that failed after its last step, and how to evaluate it."""
+    """Return what is left of a run that failed, and how to evaluate a model with all its steps."""
     from anabranch.checkpoint import Checkpoint
 
-    if not run.losses:
+    if not (count := len(run.losses)):
         return f"{folder} has this failure"
-    text = f"all steps were made: {folder} has their figures, and this failure"
+    steps = f"the {count:,} steps that were made" if count > 1 else "the step that was made"
+    text = f"{folder} has the figures of {steps}, and this failure"
     with suppress(FileFormatError):  # writing the checkpoint may be what failed
-        if save is not None and Checkpoint(save).progress.step == run.first_step + len(run.losses):
+        if save is not None and Checkpoint(save).progress.step == run.first_step + count:
             text += f"; {save} has the model: train with --resume {save} --steps 0 evaluates it"
     return text
 
@@ -147,11 +186,12 @@ def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
     return f"{text}; to go on, {_same_command(training, save, done, out)}"
 
 
-def how_after_failure(training: TrainingSettings, first: int) -> str:
+def how_after_failure(training: TrainingSettings, first: int, out: Path | None) -> str:
     """The way on after a run whose ranks have failed, or the options that would have had one.
 
     Args:
         first: steps that were done before the run.
+        out: as the user wrote it.
     """
     from anabranch.checkpoint import Checkpoint
 
@@ -160,7 +200,7 @@ def how_after_failure(training: TrainingSettings, first: int) -> str:
         done = Checkpoint(last).progress.step - first
         if done == training.last_step:
             return f"{last} is left, and has all steps"
-        return f"{last} is left: to go on, {_same_command(training, save, done, None)}"
+        return f"{last} is left: to go on, {_same_command(training, save, done, out)}"
     if training.max_restarts or training.survive:
         return ""
     return (

@@ -22,6 +22,7 @@ from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode, Plan
+from anabranch.remembered import remembered
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import OPTIMIZERS, POLICIES
 
@@ -323,6 +324,7 @@ class LocalPlanSettings:
         """Local ranks, or all of torchrun's."""
         return self.devices or int(os.environ.get("WORLD_SIZE", "2"))
 
+    @remembered
     def plan(self) -> "Plan | None":
         """The plan of the file, if there is one; what it has decided nothing else may."""
         if self.plan_file is None:

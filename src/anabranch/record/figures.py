@@ -48,7 +48,8 @@ def beside(document: Document, name: str, other: Document) -> list[ReportTable]:
 def _learned(document: Document) -> Iterator[Figure]:
     losses, metrics = document["losses"], document["metrics"]
     if failure := document.get("failure"):
-        yield Figure("failed", "after the last step" if losses else "in the evaluation", failure)
+        when = f"after step {document['first_step'] + len(losses):,}"
+        yield Figure("failed", when if losses else "in the evaluation", failure)
     if document["resumed"]:
         more = f"from checkpoint {document['resumed']}"
         more += "; what follows is of the steps since then" if losses else ", and made no step"
@@ -136,6 +137,8 @@ def _why_unweighed(document: Document) -> str:
     """Reason why the peak was not measured."""
     if not document["losses"]:
         return "emulated devices hold nothing"
+    if document["failure"]:
+        return "the run has failed"
     if len(document["losses"]) < WEIGHED_STEP:
         return f"the run was too short: memory is measured in step {WEIGHED_STEP}"
     return "compiled stages and batches of other sizes than the plan's cannot be measured"
@@ -150,11 +153,13 @@ def _without_flush(document: Document) -> Iterator[Figure]:
         yield Figure("mini-batch", time_text(period_s), _beside(period_s, predicted_s))
     yield from _others(document)
     yield Figure("samples per second", f"{document['samples_per_s']:,.0f}", "")
-    behind = ", ".join(map(str, document["version_difference"]))
-    yield Figure("version difference", behind, "updates from forward to backward, by stage")
-    versions = ", ".join(map(str, document["peak_versions"]))
-    most = memory_text(max(document["weight_bytes"], default=0))
-    yield Figure("weight versions", versions, f"copies, by device; {most} at most")
+    if differences := document["version_difference"]:
+        behind, versions = (
+            ", ".join(map(str, n)) for n in (differences, document["peak_versions"])
+        )
+        yield Figure("version difference", behind, "updates from forward to backward, by stage")
+        most = memory_text(max(document["weight_bytes"], default=0))
+        yield Figure("weight versions", versions, f"copies, by device; {most} at most")
     expected = document["predicted_device_peak_bytes"]
     if expected:
         more = f"predicted {memory_text(max(expected))}; only steps with a flush are measured"

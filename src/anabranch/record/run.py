@@ -100,7 +100,8 @@ class Run:
         peak_versions: per device, ascending, most copies of its stage's weights alive at once;
             ``weight_bytes`` has their bytes.
         interrupted: the user ended it early, and nothing was evaluated.
-        failure: of the checkpoint or evaluation behind the last step, as text.
+        failure: that ended it, as text: in the middle, where only losses, times and samples of the
+            steps before are known, or in the checkpoint or evaluation behind the last step.
         round_robin: replicas took mini-batches in turn, each of them whole.
         restarts: how often ranks were started again after a failure; figures are of the last time.
         recoveries: steps that training went on from in a part of its processes, each with the

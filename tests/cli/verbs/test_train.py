@@ -92,15 +92,23 @@ def test_replicas_take_minibatches_in_turn(document, run_file, tmp_path):
 
 
 @pytest.mark.dist
-def test_data_that_raises_ends_every_rank(run):
-    """In the middle of the stream, with others in flight."""
-    failing = ("train", "tests.cli.models:with_failing_data", *PIPELINE[2:])
-    code, _, err = run(*failing, "--steps", "9", "--mode", "async")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_data_that_raises_ends_every_rank_and_the_steps_before_are_kept(run, mode, tmp_path):
+    """In the middle of the stream, with others in flight; the page opens without a timeline."""
+    failing = ("train", "tests.cli.models:with_failing_data", *PIPELINE[2:], "--no-check-gradients")
+    code, _, err = run(*failing, "--steps", "9", "--mode", mode, "--out", "kept")
     assert code == 1
     assert err.count("the disk is on fire") == 1
     assert "LoaderError: the data of epoch 0 raised at batch 3, at " in err
     assert "models.py:" in err
     assert "in failing: OSError: the disk is on fire (ANABRANCH_DEBUG=1 shows" in err
+    kept = load_run(tmp_path / "kept")
+    assert 1 <= len(kept.losses) <= 3
+    assert kept.samples == (8,) * len(kept.losses)
+    assert kept.mode == mode
+    assert "the disk is on fire" in kept.failure
+    assert "that were made, and this failure" in err or "that was made, and this failure" in err
+    assert f"after step {len(kept.losses)}" in (tmp_path / "kept" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -166,8 +174,6 @@ def _nothing_is_captured(monkeypatch):
         ("without_a_whole_batch", ["--batch-size", "8"], "DataLoader has no batch of 8 samples"),
         ("on_a_plateau", [], "TrainingError: ReduceLROnPlateau needs a metric at every step"),
         ("with_failing_scheduler", [], "WorkloadError: the scheduler recipe of the Workload"),
-        ("towers", ["--save", "."], "TrainingError: . exists"),
-        ("towers", ["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
@@ -176,6 +182,26 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
     """Capturing, measuring and planning take seconds, or minutes."""
     code, _, err = run("train", f"tests.cli.models:{model}", "--mode", "async", *arguments)
     assert code == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--save", "."], "TrainingError: . exists"),
+        (["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
+        (["--log", "csv:nowhere/a.csv"], "there is no folder"),
+        (["--save-every", "3"], "--save-every needs --save"),
+        (["--policy", "stash"], "--policy and its options are for --mode async"),
+    ],
+)
+def test_what_is_wrong_with_any_model_is_refused_before_the_model_is_loaded(
+    run, monkeypatch, arguments, message
+):
+    """A large one takes minutes to load."""
+    monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)
+    code, _, err = run("train", TOWERS, *arguments)
+    assert code in (1, 2)
     assert message in err
 
 
@@ -480,7 +506,7 @@ def test_an_evaluation_that_fails_loses_nothing_and_is_made_by_itself(run, docum
     failing = ("train", "tests.cli.models:with_failing_evaluation", *of_plan, "2")
     code, _, err = run(*failing, "--save", "saved", "--out", "kept")
     assert code == 1
-    assert "all steps were made: kept has their figures, and this failure; saved has the" in err
+    assert "kept has the figures of the 2 steps that were made, and this failure; saved has" in err
     assert "train with --resume saved --steps 0 evaluates it" in err
     kept = load_run(tmp_path / "kept")
     assert len(kept.losses) == 2
@@ -505,10 +531,10 @@ def test_batches_of_another_size_than_before_the_checkpoint_are_warned_of(run, t
 
 
 def test_a_checkpoint_with_all_epochs_is_refused_first(run, monkeypatch):
-    """Before the model is captured and measured for nothing."""
+    """Before the model is loaded for nothing."""
     once = "train", TOWERS, "--devices", "1", "--epochs", "1", "--batch-size", "8"
     assert run(*once, "--save", "saved", "--out", "a")[0] == 0
-    monkeypatch.setattr("anabranch.graph.capture.capture", None)
+    monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)
     code, _, err = run(*once, "--resume", "saved", "--out", "b")
     assert code == 1
     assert "nothing is left to do: saved has 1 of 1 epochs; ask for more" in err

@@ -12,6 +12,7 @@ import pytest
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import checkpoints
 from anabranch.cli.job import Job
+from anabranch.record import load_run
 
 pytestmark = pytest.mark.dist
 
@@ -31,12 +32,16 @@ def test_training_goes_on_from_the_last_checkpoint(document, tmp_path):
     assert found["losses"] == pytest.approx(whole["losses"][6:], rel=1e-5)
 
 
-def test_of_a_killed_rank_no_traceback_is_promised(run, tmp_path):
+def test_of_a_killed_rank_no_traceback_is_promised_and_the_steps_before_are_kept(run, tmp_path):
     """There is none, as no Python code has raised anything."""
-    code, _, err = run(*KILLED, "--steps", "9")
+    code, _, err = run(*KILLED, "--steps", "9", "--out", "kept", "--save", "s", "--save-every", "3")
     assert code == 1
     assert "StageFailedError: rank 1 was killed by signal 9" in err
+    assert "with --resume s --steps 3 and another --out" in err
     assert "ANABRANCH_DEBUG" not in err
+    kept = load_run(tmp_path / "kept")
+    assert 5 <= len(kept.losses) <= 7
+    assert kept.median_step_s > 0
 
 
 def test_where_no_checkpoint_is_kept_training_begins_again(run, tmp_path):

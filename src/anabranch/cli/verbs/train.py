@@ -17,7 +17,13 @@ from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
 from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
-from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
+from anabranch.cli.preflight import (
+    executed_plan,
+    refuse_mode,
+    require_new_run,
+    require_possible,
+    require_trainable,
+)
 from anabranch.cli.progress import announce
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
@@ -26,7 +32,6 @@ from anabranch.errors import InvalidPlanError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
-    from anabranch.record import Run
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.weights import WeightPolicy
 
@@ -80,15 +85,17 @@ def train(
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
+    from anabranch.record import Run
     from anabranch.runtime.asynchronous.requirements import clipped_by_stage
     from anabranch.schedule import glossary
 
-    options = compute.options()
-    job = _seeded(partial(Job.of, model.source, local), training.seed)
+    options, seed = compute.options(), training.seed
     if restarts.is_restarted():
         training = restarts.restarted(training)
-    is_async = flush.is_async(job.plan)
+    is_async = flush.is_async(local.plan())
     refuse_mode(is_async, flush, compute, training)
+    require_possible(training)
+    job = _seeded(partial(Job.of, model.source, local), seed)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
     shown, policy = _plan(job, local, training, options, flush, compute)
     if ranks not in (None, len(shown.stage_graph.devices)):
@@ -145,11 +152,22 @@ def train(
 
     def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
-        on_trained(None)  # of an earlier attempt
         left = job.devices_left()
         is_again = restarts.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
             plan_fewer(asked, left)
+        begun = Run(
+            shown,
+            losses=(),
+            step_s=(),
+            ideal_step_s=0.0,
+            policy=shown.policy,
+            round_robin=shown.round_robin,
+            chance=job.workload.chance,
+            resumed=str(asked.resume or ""),
+            first_step=restarts.first_step(asked),
+        )
+        so_far.begin(begun)
         return train_job(
             job,
             asked,
@@ -158,7 +176,7 @@ def train(
             predicted_s=predicted_s(),
             on_interrupt=run_results.say_stopping,
             compute=options,
-            on_trained=on_trained,
+            so_far=so_far,
             **special,
         )
 
@@ -173,8 +191,8 @@ def train(
         return run_results.keep_run(job, result, folder, kept), folder
 
     try:
-        with run_results.keeping(keep, training.save) as on_trained:
-            result, training = restarts.train_with_restarts(attempt, training, note)
+        with run_results.keeping(keep, training.save) as so_far:
+            result, training = restarts.train_with_restarts(attempt, training, note, run)
     except KeyboardInterrupt:
         run_results.say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None
