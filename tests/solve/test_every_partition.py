@@ -79,7 +79,7 @@ def test_what_fits_is_found(data):
     except InfeasiblePlanError:
         assert there_is is None, there_is
     else:
-        assert there_is is not None
+        assert there_is is not None or len(found.stage_graph.devices) < machines.num_devices
         assert solve.check_plan(found, profile, machines) == []
 
 

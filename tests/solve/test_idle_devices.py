@@ -52,6 +52,26 @@ def test_devices_that_only_slow_a_step_down_stay_idle():
     assert planned(cost, planner="data-parallel").stage_graph.devices == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("planner", "mode", "policy"),
+    [("auto", "sync", ""), ("even", "sync", ""), ("auto", "async", "stash")],
+)
+def test_devices_beyond_the_operators_stay_idle(planner, mode, policy):
+    """Three operators without replicas on two nodes of two: those of one node, as on it alone."""
+    cost = cost_model(chain(3), [4.0] * 3, [6.0] * 3, NODES)
+    options = {"planner": planner, "mode": mode, "policy": policy, "max_replicas": 1}
+    best = planned(cost, **options)
+    assert best.stage_graph.devices == (0, 1)
+    assert best.machines == NODES
+    reason = "3 operators with at most 1 replica each, which is enough for 3 of the 4 devices"
+    assert f"2 of 4 devices stay idle: the model has {reason} of nodes" in best.notes
+    alone = planned(replace(cost, cluster=next(parts(NODES))), **options)
+    assert alone.stage_graph == best.stage_graph
+    assert alone.predicted.step_s == best.predicted.step_s
+    flat = Cluster("flat", "v100", 10**9, (Level("node", 4, 1e15, 0.0),))
+    assert planned(replace(cost, cluster=flat), **options).stage_graph.devices == (0, 1, 2)
+
+
 def test_fewer_devices_that_are_nearly_as_fast_are_told():
     """Four devices take 10 s and wait 9.6 s for 64 bytes of gradients, two of them 20 s."""
     best = planned(one_operator(64))

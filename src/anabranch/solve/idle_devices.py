@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from anabranch.cluster import Cluster
@@ -12,6 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.auto import settings as auto
 from anabranch.planner.base import Planner
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import Plan
 from anabranch.solve.bound import step_bound
 from anabranch.solve.settings import SETTINGS
@@ -30,6 +32,29 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
         while levels[outer].size > 1:
             levels[outer] = replace(levels[outer], size=levels[outer].size // 2)
             yield replace(cluster, levels=tuple(levels))
+
+
+def usable_part(problem: Problem) -> Cluster:
+    """The largest part of a cluster, of whole nodes or in one, whose devices can all be used."""
+    levels = list(problem.cost.cluster.levels)
+    for outer in reversed(range(len(levels))):
+        most = problem.usable // prod(level.size for level in levels[:outer])
+        levels[outer] = replace(levels[outer], size=min(levels[outer].size, max(most, 1)))
+    return replace(problem.cost.cluster, levels=tuple(levels))
+
+
+def on_whole(plan: Plan, problem: Problem) -> Plan:
+    """A plan for the usable part of a cluster as one for all of it; other devices are idle."""
+    cluster, predicted = problem.cost.cluster, plan.figures
+    if plan.machines == cluster:
+        return plan
+    if predicted.bound_s is not None:
+        several = plan.stage_graph.shares_devices
+        bound_s = step_bound(problem.cost, problem.batch_size, several=several)
+        predicted = replace(predicted, bound_s=bound_s)
+    idle = cluster.num_devices - len(plan.stage_graph.devices)
+    notes = (*plan.notes, f"{idle} of {cluster.num_devices} devices stay idle: {problem.use}")
+    return replace(plan, notes=notes).predicting(predicted, cluster)
 
 
 def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: SearchOn) -> Plan:

@@ -14,10 +14,17 @@ from functools import partial
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.planner.auto.planner import Auto
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.solve.asynchronous_search import AsynchronousSearch
-from anabranch.solve.idle_devices import on_its_part, with_fewer_devices, with_less_effort
+from anabranch.solve.idle_devices import (
+    on_its_part,
+    on_whole,
+    usable_part,
+    with_fewer_devices,
+    with_less_effort,
+)
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
@@ -123,8 +130,11 @@ def plan(
         sparse_embeddings=sparse_embeddings,
         batch_size=batch_size if mode == "sync" else 0,
     )
+    whole = Problem(cost, batch_size, microbatch_size, getattr(search, "max_replicas", None))
     begin = None
-    if start is not None:
+    if start is None:
+        cost = replace(cost, cluster=usable_part(whole))
+    else:
         begin = start_of(start, planner, batch_size, microbatch_size, mode)
     if mode == "async":
         if sparse_embeddings:
@@ -134,7 +144,7 @@ def plan(
         asynchronous = AsynchronousSearch(
             cost, batch_size, microbatch_size, planner, search, improve, facts
         )
-        return asynchronous.plan(policy or "auto", model, notes)
+        return on_whole(asynchronous.plan(policy or "auto", model, notes), whole)
     schedules: tuple[str, ...] = (schedule,)
     if schedule in ("auto", "published"):
         schedules = AUTO if schedule == "auto" else search.schedules
@@ -148,11 +158,11 @@ def plan(
     best = search_on(cost)
     may_idle = isinstance(search, Auto) and improve and begin is None
     # Processes on one machine are as many as the user wants.
-    if not may_idle or cluster.cores or best.interrupted:
-        return best
-    quick = replace(task, planner=with_less_effort(search))
-    quick_on = partial(quick.fitting, may_share=may_share)
-    return with_fewer_devices(best, cost, quick_on, search_on)
+    if may_idle and not (cluster.cores or best.interrupted):
+        quick = replace(task, planner=with_less_effort(search))
+        quick_on = partial(quick.fitting, may_share=may_share)
+        best = with_fewer_devices(best, cost, quick_on, search_on)
+    return on_whole(best, whole)
 
 
 def notes_on(profile: Profile) -> list[str]:

@@ -62,7 +62,7 @@ class Problem:
             InfeasiblePlanError: if the profile covers no micro-batch size, or there are more
                 devices than operators, replicas and samples can use.
         """
-        cost, limit, total = self.cost, self.most_replicas, self.devices
+        cost, limit = self.cost, self.most_replicas
         batch_size, microbatch_size = self.batch_size, self.microbatch_size
         if batch_size < 1:
             raise ValueError(f"the batch has {batch_size} samples; at least 1 is needed")
@@ -88,15 +88,10 @@ class Problem:
                 f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
                 f"{limit} replicas per stage; profile again at more sample counts"
             )
-        replicas = min(limit, self.sizes[-1])
-        usable = len(cost.graph) * replicas
-        if usable < total:
+        if self.usable < self.devices:
             raise InfeasiblePlanError(
-                f"{cost.graph.name or 'the model'} has {len(cost.graph)} "
-                f"operator{'s' * (len(cost.graph) > 1)} with at most {replicas} "
-                f"replica{'s' * (replicas > 1)} each, which is enough for {usable} of the {total} "
-                f"devices of {cost.cluster.name}, and a search uses all; plan for at most {usable},"
-                " capture finer operators, allow more replicas or take larger micro-batches"
+                f"{self.use}, and a search uses all; plan for at most {self.usable}, capture finer "
+                "operators, allow more replicas or take larger micro-batches"
             )
         return self
 
@@ -109,6 +104,22 @@ class Problem:
     def most_replicas(self) -> int:
         """Replicas per stage at most."""
         return min(self.max_replicas or self.devices, self.devices)
+
+    @property
+    def usable(self) -> int:
+        """Devices that stages can use at most: one for each replica of an operator."""
+        return len(self.cost.graph) * min(self.most_replicas, self.sizes[-1])
+
+    @property
+    def use(self) -> str:
+        """Sentence on how many devices can be used."""
+        graph, cluster = self.cost.graph, self.cost.cluster
+        replicas = self.usable // len(graph)
+        return (
+            f"{graph.name or 'the model'} has {len(graph)} operator{'s' * (len(graph) > 1)} with "
+            f"at most {replicas} replica{'s' * (replicas > 1)} each, which is enough for "
+            f"{self.usable} of the {self.devices} devices of {cluster.name}"
+        )
 
     @cached_property
     def tree(self) -> Node:
