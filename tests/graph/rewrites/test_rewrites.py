@@ -271,13 +271,20 @@ def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("join-split@join.weight+typo", "at join.weight, typo: no operator is of that kind"),
+        (
+            "join-split@join.weight+b.weight",
+            "at join.weight, b.weight: no operator is of that kind",
+        ),
+        (
+            "join-split@join.weight+typo",
+            "is of typo, which Towers does not have: its parameters are a",
+        ),
         ("tensor-split=3@join.weight", "join.weight: 8 features are not 3 equal parts"),
         ("tensor-split=8", "b.weight, a.weight: 6 features are not 8 equal parts"),
     ],
 )
 def test_a_named_site_that_cannot_be_rewritten_is_refused(text: str, reason: str) -> None:
-    """With what is wrong with it, or with all that there are."""
+    """With what is wrong with it, or all that there are; a name may be of a plan's other model."""
     with pytest.raises(CaptureError, match=re.escape(reason)):
         capture(Towers(nn.Linear, nn.Dropout(0.5)).double(), features(6), rewrites=[text])
 
