@@ -169,8 +169,19 @@ def test_a_sparse_tensor_is_a_constant() -> None:
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
     del module.near
     module.register_buffer("near", near)
-    with pytest.raises(CaptureError, match=r"buffer near is a sparse tensor.*del module.near"):
+    with pytest.raises(CaptureError, match=r"module.near is a sparse tensor.*del module.near"):
         capture(module, batch())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_tensor_that_no_trace_holds_is_refused_by_name() -> None:
+    """In compressed rows, or in the batch, whose samples nobody could cut."""
+    module = Net(lambda net, h: h)
+    module.near = torch.eye(3).to_sparse_csr()
+    with pytest.raises(CaptureError, match=r"module.near .*sparse_csr.* module.near = tensor.to_s"):
+        capture(module, batch())
+    with pytest.raises(CaptureError, match=r"x in the batch is a sparse tensor .*embedding_bag"):
+        capture(module, {"x": torch.eye(4).to_sparse()})
 
 
 def test_a_hook_on_a_gradient_is_refused() -> None:

@@ -45,6 +45,13 @@ class BatchLayout:
             raise CaptureError(
                 "the example batch holds no tensor; its tensors say what a batch looks like"
             )
+        for name, i in zip(names, positions, strict=True):
+            if leaves[i].layout is not torch.strided:
+                raise CaptureError(
+                    f"{name} in the batch is a sparse tensor ({leaves[i].layout}), which cannot be "
+                    "cut by samples: give it dense (to_dense), or as indices and values of shape "
+                    "[samples, most], padded, for F.embedding_bag(per_sample_weights=values)"
+                )
         sizes = {name: tuple(leaves[i].shape) for name, i in zip(names, positions, strict=True)}
         if not all(sizes.values()) or len({size[0] for size in sizes.values()}) > 1:
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -69,13 +69,7 @@ class Exporter:
         device: torch.device,
         rewrites: Sequence[Rewrite] = (),
     ) -> None:
-        for name, buffer in module.named_buffers():
-            if buffer.layout is not torch.strided:
-                raise CaptureError(
-                    f"the buffer {name} is a sparse tensor, which checkpoints and messages do not "
-                    f"hold: keep it as a plain attribute (del module.{name}, then module.{name} = "
-                    "tensor), which the captured model has as a constant"
-                )
+        _require_layouts(module)
         # A module without values stays one here, whatever values it is given later.
         user, module = module, on_meta(module) if device.type == "meta" else module
         self.module = module
@@ -255,6 +249,22 @@ def place_of(module: nn.Module, node: fx.Node) -> str:
     path = frame(node).partition("[")[0]
     owner = type(module.get_submodule(path)).__name__
     return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
+
+
+def _require_layouts(module: nn.Module) -> None:
+    """Refuse sparse buffers, and sparse tensors that a trace cannot hold; raises CaptureError."""
+    for path, part in module.named_modules():
+        for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
+            if not isinstance(value, torch.Tensor) or value.layout is torch.strided:
+                continue
+            if value.layout is not torch.sparse_coo or name not in vars(part):
+                place = ".".join(filter(None, ("module", path, name)))
+                raise CaptureError(
+                    f"{place} is a sparse tensor ({value.layout}): the captured model has one as a "
+                    "constant, in a plain attribute and as torch.sparse_coo, not in a buffer, "
+                    f"which checkpoints and messages would hold: del {place}, then {place} = "
+                    "tensor.to_sparse()"
+                )
 
 
 def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
