@@ -38,6 +38,17 @@ def by_length(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Ten
     return out
 
 
+def by_length_behind(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(4):
+        rows, slot = torch.where(chosen == e)
+        if 0 >= len(rows):  # noqa: SIM300
+            continue
+        if 0 < len(rows):  # noqa: SIM300
+            out.index_add_(0, rows, expert(e, x[rows]) * weights[rows, slot, None])
+    return out
+
+
 def by_entries(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(4):
@@ -333,7 +344,18 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize(
     "mix",
-    [by_size, by_length, by_any, by_entries, by_number, hits, overwritten_hits, clears, first_ones],
+    [
+        by_size,
+        by_length,
+        by_length_behind,
+        by_any,
+        by_entries,
+        by_number,
+        hits,
+        overwritten_hits,
+        clears,
+        first_ones,
+    ],
 )
 def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
     """Loss and gradients are those of the plain call, which leaves it out; a warning says so."""

@@ -24,6 +24,8 @@ COMPARED: dict[str, Callable[[int, int], bool]] = {
 }
 """Comparisons by their names in Python's syntax trees and in torch."""
 
+_SWAPPED = {"Gt": "Lt", "GtE": "LtE", "Lt": "Gt", "LtE": "GtE"}
+
 _LEAVES = (
     *(ast.Return, ast.Break, ast.Raise, ast.Yield, ast.YieldFrom, ast.Await),
     *(ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Match),
@@ -102,9 +104,8 @@ def _questions(
         if isinstance(statement, kinds):
             test: Any = getattr(statement, "iter" if isinstance(statement, ast.For) else "test")
             for operand, is_negated in _operands(test):
-                left = getattr(operand, "left", None)  # of len(x) == 0
-                is_length = isinstance(left, ast.Call) and _name(left.func) == "len"
-                part: Any = left if is_length else operand
+                sides = (getattr(operand, "left", None), *getattr(operand, "comparators", ()))
+                part: Any = next(filter(_is_length, sides), operand)
                 place = part.lineno, part.end_lineno, part.col_offset, part.end_col_offset
                 if place in asked:
                     yield statement, operand, is_negated, parents
@@ -132,9 +133,15 @@ def _truth_of_length(operand: ast.expr) -> bool | None:
     """The truth of a length, or of its comparison with a number, that all but zero have."""
     if not isinstance(operand, ast.Compare):
         return True
-    number = getattr(operand.comparators[0], "value", None)
+    name, number = type(operand.ops[0]).__name__, operand.comparators[0]
+    if _is_length(number):  # 0 < len(x)
+        name, number = _SWAPPED.get(name, name), operand.left
     is_one = len(operand.ops) == 1
-    return truth_if_compared(type(operand.ops[0]).__name__, number) if is_one else None
+    return truth_if_compared(name, getattr(number, "value", None)) if is_one else None
+
+
+def _is_length(part: Any) -> bool:
+    return isinstance(part, ast.Call) and _name(part.func) == "len"
 
 
 def truth_if_compared(name: str, number: Any) -> bool | None:
