@@ -15,8 +15,10 @@ from anabranch.errors import DataError
 FILL = {"input_ids": 9, "attention_mask": 0, "labels": -100}
 
 
-def padded(samples: list[list[int]]) -> dict[str, Tensor]:
-    """Tokens padded to the longest, a mask, a label for every other token, and a class."""
+def padded(samples: list[list[int]]) -> dict[str, Any]:
+    """Tokens padded to the longest, a mask, a label for every other token, a class, and a flag as
+    CLIP has it.
+    """
     longest = max(map(len, samples))
     ids = torch.tensor([sample + [9] * (longest - len(sample)) for sample in samples])
     return {
@@ -24,6 +26,7 @@ def padded(samples: list[list[int]]) -> dict[str, Tensor]:
         "attention_mask": (ids != 9).long(),
         "labels": ids[:, : (longest + 1) // 2],
         "kind": torch.tensor([len(sample) for sample in samples]),
+        "return_loss": True,
     }
 
 

@@ -80,7 +80,8 @@ class LengthBuckets:
             for index in range(0, len(data), math.ceil(len(data) / LengthBuckets.looked_at)):
                 batch = collate([data[index]])
                 is_packed = isinstance(batch, PackedBatch)
-                tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
+                entries = batch.tensors if isinstance(batch, PackedBatch) else batch
+                tensors = {n: t for n, t in entries.items() if isinstance(t, Tensor)}
                 sizes_seen.append({n: t.shape[1] for n, t in tensors.items() if t.dim() > 1})
         names = [name for name in sizes_seen[0] if len({sizes[name] for sizes in sizes_seen}) > 1]
         if not names:
