@@ -179,7 +179,7 @@ def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
     def evaluate() -> None:
         with keeping(lambda kept: (kept, Path("kept")), tmp_path) as so_far:
             so_far.begin(RUN)
-            so_far.trained(run)
+            so_far(run)
             raise TrainingError("no more")
 
     with pytest.raises(TrainingError):

@@ -64,7 +64,7 @@ def train_job(
         options["looks"] = looks
 
     if so_far is not None:
-        logs, options["on_trained"] = (*logs, so_far), so_far.trained
+        logs, options["on_trained"] = (*logs, so_far), so_far
 
     def rank(plan: Plan, predicted_s: float) -> Run:
         return (train_async if is_async else train)(

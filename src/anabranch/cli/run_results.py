@@ -46,9 +46,9 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
 
 
 class RunSoFar:
-    """Steps of an attempt, then the run behind the last one, in a file that outlives local ranks.
+    """A run as far as it came, in a file that outlives its ranks: steps, then the run behind them.
 
-    The first rank writes it: it is a callback for events, and ``trained`` for the run.
+    The first rank calls it with every event and with that run.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -61,20 +61,20 @@ class RunSoFar:
         self._file.seek(0)
         self._file.truncate()
 
-    def __call__(self, event: Event) -> None:
-        """Note a step."""
+    def __call__(self, made: Event | Run) -> None:
+        """Note a step, or the run."""
+        from anabranch.record import Run
         from anabranch.training import StepEvent
 
-        if isinstance(event, StepEvent):
-            self.trained((event.loss, event.seconds, event.samples))
-
-    def trained(self, made: Run | tuple[float, float, int]) -> None:
-        """Note the run, or a step: loss, seconds and samples."""
-        with suppress(OSError):  # a checkpoint is still to be written
-            pickle.dump(made, self._file)
+        noted: object = made
+        if isinstance(made, StepEvent):
+            noted = made.loss, made.seconds, made.samples
+        if isinstance(noted, tuple | Run):
+            with suppress(OSError):  # a checkpoint is still to be written
+                pickle.dump(noted, self._file)
 
     def failed(self, failure: str) -> Run | None:
-        """Return the run with a failure, as far as it came; None if no step was made."""
+        """Return the run with a failure; None if no step was made."""
         self._file.seek(0)
         made: list[Any] = []
         with suppress(EOFError, OSError, pickle.UnpicklingError):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from anabranch.errors import CaptureError
+from anabranch.errors import CaptureError, some
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
@@ -32,7 +32,7 @@ from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
-from anabranch.graph.rewrites import Rewrite, applicable, require_parameters, require_sites
+from anabranch.graph.rewrites import Rewrite, applicable, require_sites
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.sample_order import reordering_calls, uncertain_calls
 from anabranch.graph.slices import in_slices, view_named, whole_name
@@ -73,7 +73,13 @@ def capture(
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
     layout = BatchLayout.of(example)
     rules = [Rewrite.parse(text) for text in rewrites]
-    require_parameters(module, rules)
+    names = dict(module.named_parameters(remove_duplicate=False))
+    sites = {site for rule in rules for site in rule.sites or ()}
+    if strange := sorted(site for site in sites if whole_name(site) not in names):
+        raise CaptureError(
+            f"{type(module).__name__} has no parameter {some(strange)}, which a rewrite is of; a "
+            f"plan with such a rewrite is of another model: this one has {some(names)}"
+        )
     exporter = Exporter(module, layout, training, device_of(module), rules)
     for unknown in ("mean", "sum", "coupled"):
         assumption = Assumption(frozenset(per_sample), unknown)

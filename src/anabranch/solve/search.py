@@ -17,14 +17,8 @@ from anabranch.planner.auto.planner import Auto
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
+from anabranch.solve import idle_devices
 from anabranch.solve.asynchronous_search import AsynchronousSearch
-from anabranch.solve.idle_devices import (
-    on_its_part,
-    on_whole,
-    usable_part,
-    with_fewer_devices,
-    with_less_effort,
-)
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
@@ -133,7 +127,7 @@ def plan(
     whole = Problem(cost, batch_size, microbatch_size, getattr(search, "max_replicas", None))
     begin = None
     if start is None:
-        cost = replace(cost, cluster=usable_part(whole))
+        cost = replace(cost, cluster=idle_devices.usable_part(whole))
     else:
         begin = start_of(start, planner, batch_size, microbatch_size, mode)
     if mode == "async":
@@ -144,7 +138,7 @@ def plan(
         asynchronous = AsynchronousSearch(
             cost, batch_size, microbatch_size, planner, search, improve, facts
         )
-        return on_whole(asynchronous.plan(policy or "auto", model, notes), whole)
+        return idle_devices.on_whole(asynchronous.plan(policy or "auto", model, notes), whole)
     schedules: tuple[str, ...] = (schedule,)
     if schedule in ("auto", "published"):
         schedules = AUTO if schedule == "auto" else search.schedules
@@ -153,16 +147,16 @@ def plan(
     )
     may_share = shard_optimizer is None and cluster.num_devices > 1
     search_on = partial(task.fitting, may_share=may_share)
-    if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
+    if begin is not None and (best := idle_devices.on_its_part(begin.devices, cost, search_on)):
         return best
     best = search_on(cost)
     may_idle = isinstance(search, Auto) and improve and begin is None
     # Processes on one machine are as many as the user wants.
     if may_idle and not (cluster.cores or best.interrupted):
-        quick = replace(task, planner=with_less_effort(search))
+        quick = replace(task, planner=idle_devices.with_less_effort(search))
         quick_on = partial(quick.fitting, may_share=may_share)
-        best = with_fewer_devices(best, cost, quick_on, search_on)
-    return on_whole(best, whole)
+        best = idle_devices.with_fewer_devices(best, cost, quick_on, search_on)
+    return idle_devices.on_whole(best, whole)
 
 
 def notes_on(profile: Profile) -> list[str]:

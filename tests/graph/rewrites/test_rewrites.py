@@ -277,7 +277,7 @@ def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
         ),
         (
             "join-split@join.weight+typo",
-            "is of typo, which Towers does not have: its parameters are a",
+            "no parameter typo, which a rewrite is of; a plan with such a rew",
         ),
         ("tensor-split=3@join.weight", "join.weight: 8 features are not 3 equal parts"),
         ("tensor-split=8", "b.weight, a.weight: 6 features are not 8 equal parts"),

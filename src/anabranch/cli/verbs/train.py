@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli import restarts, run_results, training_settings
+from anabranch.cli import preflight, restarts, run_results, training_settings
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
 from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
-from anabranch.cli.preflight import (
-    executed_plan,
-    refuse_mode,
-    require_new_run,
-    require_possible,
-    require_trainable,
-)
 from anabranch.cli.progress import announce
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
@@ -75,7 +68,7 @@ def train(
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
     """
-    require_new_run(run)
+    preflight.require_new_run(run)
     announce("loading PyTorch")
     if emulated:
         _rehearse(model, local, [training, compute, flush], training.steps, run, as_json=as_json)
@@ -93,8 +86,8 @@ def train(
     if restarts.is_restarted():
         training = restarts.restarted(training)
     is_async = flush.is_async(local.plan())
-    refuse_mode(is_async, flush, compute, training)
-    require_possible(training)
+    preflight.refuse_mode(is_async, flush, compute, training)
+    preflight.require_possible(training)
     job = _seeded(partial(Job.of, model.source, local), seed)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
     shown, policy = _plan(job, local, training, options, flush, compute)
@@ -253,7 +246,7 @@ def _plan(
     is_async = flush.is_async(job.plan)
     name = flush.policy or (job.plan.policy if job.plan is not None else "")
     known = flush.with_options(name) if is_async and name not in ("", "auto") else None
-    require_trainable(
+    preflight.require_trainable(
         job.workload,
         options,
         known,
@@ -289,7 +282,7 @@ def _plan(
         policy = flush.policy if is_file else None
         if flush.policy_option:
             policy = flush.with_options(policy or job.plan.policy)
-    shown = executed_plan(
+    shown = preflight.executed_plan(
         job.plan,
         job.workload,
         policy,

@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
-
-from anabranch.errors import CaptureError, some
+from anabranch.errors import CaptureError
 from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.rewrites.calls import Sites
 from anabranch.graph.rewrites.products import join_split, products, tensor_split
 from anabranch.graph.rewrites.sliced_values import concatenated_widths
 from anabranch.graph.rewrites.table_split import table_columns, table_rows
-from anabranch.graph.slices import whole_name
 
 PARTS = 2
 """Parts that a rewrite makes where it is not told how many."""
@@ -95,18 +92,6 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
         applied.append(replace(rule, sites=tuple(sites.rewritten)))
         reasons.append(sites.reasons())
     return applied, reasons
-
-
-def require_parameters(module: nn.Module, rewrites: Sequence[Rewrite]) -> None:
-    """Refuse rewrites of parameters that a module does not have; raises CaptureError."""
-    names = {whole for whole, _ in module.named_parameters(remove_duplicate=False)}
-    for rule in rewrites:
-        if strange := [site for site in rule.sites or () if whole_name(site) not in names]:
-            raise CaptureError(
-                f"rewrite {rule.name} is of {some(strange)}, which {type(module).__name__} does "
-                f"not have: its parameters are {some(sorted(names))}; where a plan has the "
-                "rewrite, it is a plan of another model"
-            )
 
 
 def require_sites(
