@@ -70,6 +70,12 @@ def test_state_that_a_checkpoint_would_lose_is_told(share):
     assert ("its state_dict lacks what it keeps in Adam and SGD" in said) is not share
 
 
+def test_all_of_torchs_own_are_known_as_such():
+    """One of them, Muon, is of no file of its own."""
+    weights = [torch.nn.Parameter(torch.zeros(2, 2))]
+    assert unlike_torchs(torch.optim.Muon(weights)) == unlike_torchs(SGD(weights)) == ""
+
+
 def test_what_else_an_optimizer_holds_is_left_alone():
     """A number in a tensor has no entries, and no iterator is read, be it without end."""
     optimizer = TwoInOne(parameters(), share=True)

@@ -43,7 +43,7 @@ def optimizer_of(workload: Workload) -> OptimizerFacts | None:
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     """True for optimizers of PyTorch and of ours, which compute nothing over several parameters."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "anabranch."))
+    return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "anabranch."))
 
 
 def unlike_torchs(optimizer: Optimizer) -> str:
