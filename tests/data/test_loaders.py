@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from anabranch import launch
 from anabranch.data.columns import Columns
 from anabranch.data.loaders import Loader, is_unread, loader_of, samples_digest
 from anabranch.errors import DataError
@@ -109,6 +110,18 @@ def test_all_ranks_read_the_same_from_any_position(name: str):
         assert torch.equal(torch.cat(rank(number, 2)), whole[2])
 
 
+@pytest.mark.dist
+def test_a_rank_has_persistent_workers_of_its_own():
+    """Where the example of the workload was read from the same DataLoader, before the fork."""
+    source = DataLoader(TensorDataset(NUMBERS), 4, num_workers=1, persistent_workers=True)
+    loader = loader_of(source, shuffle=True)
+    first = next(iter(source))[0]
+    ranks = launch.run(lambda: [batch[0].tolist() for batch in loader(4)], 2, timeout=60.0)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] == first.tolist()
+    assert [batch[0].tolist() for batch in source] == ranks[0]
+
+
 @pytest.mark.parametrize("name", ["data set", "shuffled", "generator", "sampler"])
 def test_epochs_have_orders_of_their_own(name: str):
     """And a run with another seed too, unless the user's generator decides."""
@@ -193,6 +206,8 @@ def test_data_that_makes_no_sense_is_refused():
         loader_of(DataLoader(TensorDataset(NUMBERS), batch_size=4), shuffle=True)(8, 0)
     with pytest.raises(TypeError, match="is a int"):
         loader_of(3, shuffle=True)
+    with pytest.raises(TypeError, match=r"its batches once; .* eval_data\(batch_size\) that"):
+        loader_of((row for row in NUMBERS), shuffle=False)
 
     def function(batch_size: int, epoch: int) -> list[Tensor]:
         return []

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import (
     Callable,
     Collection,
@@ -253,6 +254,7 @@ class Loader:
         if state is not None and start:
             self.source.load_state_dict(state)
             passed = start
+        _leave_workers_of_parent(source)
         with seeded(seed, epoch, -1):
             iterator = iter(source)
         for number in count(passed):
@@ -283,8 +285,13 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
     is_set = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_set or isinstance(data, DataLoader | IterableDataset):
         return Loader(data, shuffle=shuffle, packing=packing)
+    call = "data(batch_size, epoch)" if shuffle else "eval_data(batch_size)"
+    if inspect.isgenerator(data):
+        raise TypeError(
+            f"the data of a Workload is the generator {data.__name__}, which yields its batches "
+            f"once; give a function {call} that returns a new one each time"
+        )
     if callable(data):
-        call = "data(batch_size, epoch)" if shuffle else "eval_data(batch_size)"
         try:
             inspect.signature(data).bind(*range(1 + shuffle))
         except ValueError:  # of C, without a signature
@@ -301,6 +308,14 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
         f"the data of a Workload is a {type(data).__name__}; give it a function data(batch_size, "
         "epoch) that yields batches, a DataLoader, or a data set"
     )
+
+
+def _leave_workers_of_parent(loader: Any) -> None:
+    """Have a forked rank start workers of its own, where those of its parent are persistent."""
+    iterator: Any = getattr(loader, "_iterator", None)
+    if any(worker._parent_pid != os.getpid() for worker in getattr(iterator, "_workers", ())):
+        iterator._shutdown = True  # else it would end those of the parent
+        loader._iterator = None
 
 
 def _drawn(sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> Iterator[Sequence[int]]:
