@@ -90,7 +90,7 @@ def test_none_leaves_the_model_alone() -> None:
             ["transformer", "--preset", "small", "-olayers=1", "--rewrite", "join-split"],
             "changes nothing",
         ),
-        ([*DLRM, "--rewrite", "join-split@top.weight"], "in DLRM at top.weight"),
+        ([*DLRM, "--rewrite", "join-split@top.weight"], "DLRM has no parameter top.weight"),
         (["mmt", "--rewrite", "split"], "none of join-split"),
         (["mmt", "--rewrite", "table-split=1"], "at least 2 parts"),
         (["mmt", "--rewrite", "join-split", "--mode", "async"], "--mode sync"),
