@@ -10,7 +10,8 @@ a recorder below autocast, tells what is cast to which type::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,19 +26,42 @@ _CAST_OPERATIONS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """One ``with torch.autocast(...)`` of the forward.
+    """One ``with torch.autocast(...)`` of the forward, or around all of it.
 
     Attributes:
         device_type, dtype: its arguments.
-        cast_parameters: (parameter, type) -> the call that casts it, once for all operations.
+        cast_parameters: (parameter, type, operator) -> the call that casts it, once for all calls;
+            for those of one operator where operators are known.
     """
 
     device_type: str
     dtype: torch.dtype
-    cast_parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    cast_parameters: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = field(default_factory=dict)
+    _known: dict[str, Sequence[torch.dtype | None] | None] = field(default_factory=dict)
 
     def casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
-        """Types to which autocast casts arguments of a call; None where it casts inside of it."""
+        """Types to which autocast casts arguments of a call; None where it casts inside of it.
+
+        They depend on types alone, so calls that have these alike are asked about once.
+        """
+        if getattr(target, "_schema", None) is None or target.overloadpacket in _CAST_OPERATIONS:
+            return {}
+        number = dict[fx.Node, str]()
+
+        def name(node: fx.Node) -> str:
+            value = node.meta["val"]
+            dtype = value.dtype if isinstance(value, torch.Tensor) else value
+            return number.setdefault(node, f"{len(number)} {dtype}")
+
+        key = f"{target} {fx.map_arg((args, kwargs), name)}"
+        if key not in self._known:
+            types = self._casts(target, args, kwargs)
+            self._known[key] = None if types is None else [types.get(node) for node in number]
+        if (known := self._known[key]) is None:
+            return None
+        return {node: dtype for node, dtype in zip(number, known, strict=True) if dtype}
+
+    def _casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
         alike = dict[fx.Node, Any]()
 
         def like(node: fx.Node) -> Any:
@@ -47,12 +71,9 @@ class AutocastRegion:
                 alike[node] = torch.empty_like(value.detach(), device=self.device_type)
             return alike.get(node, value)
 
-        if getattr(target, "_schema", None) is None or target.overloadpacket in _CAST_OPERATIONS:
-            return {}
         values, options = fx.map_arg((args, kwargs), like)
         options = tree_map_only(torch.device, lambda _: torch.device(self.device_type), options)
-        inside = torch.autocast(self.device_type, self.dtype, cache_enabled=False)
-        with torch.no_grad(), inside, _CastRecorder() as casts:
+        with torch.no_grad(), self._autocast(), _CastRecorder() as casts:
             result = target(*values, **options)
         types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
         if target.overloadpacket is _aten.einsum:  # casts views of what it reads
@@ -68,6 +89,22 @@ class AutocastRegion:
         with torch.no_grad():
             again = target(*values, **options)
         return types if _types(result) == _types(again) else None
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """``torch.autocast`` without its cache, also of a device that is not here."""
+        kind = self.device_type
+        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, self.dtype)
+            torch.set_autocast_cache_enabled(False)
+            yield
+        finally:
+            torch.set_autocast_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
+            torch.set_autocast_cache_enabled(cached)
 
 
 def _types(result: Any) -> list[torch.dtype]:

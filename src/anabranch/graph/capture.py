@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError
+from anabranch.graph.autocast import AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
@@ -212,6 +213,22 @@ class Captured:
         evaluation, so that the stages of a training plan cut it as well. Made once.
         """
         return self._again(self.layout, training=False) if self.training else self
+
+    @remembered
+    def under_autocast(self, dtype: torch.dtype, device_type: str) -> Captured:
+        """The same operators under ``torch.autocast`` around the whole forward, its casts as calls.
+
+        Args:
+            dtype: bfloat16 or float16.
+            device_type: on which devices; others cast other operations.
+        """
+        programs = self.programs.under(AutocastRegion(device_type, dtype))
+        place = programs.exporter.device
+        program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
+        traits = CallTraits(program, other)
+        graph, calls, dims = build(self.module, traits, programs.grouping, self.training)
+        graph = replace(self.graph, values=graph.values)
+        return replace(self, graph=graph, programs=programs, value_calls=calls, batch_dims=dims)
 
     def like(self, example: Batch) -> Captured:
         """The same operators for batches with other sizes, such as shorter sequences. Made once.

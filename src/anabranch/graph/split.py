@@ -129,6 +129,11 @@ class Split:
         self.exact = exact
         self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
 
+    def under_autocast(self, dtype: torch.dtype, device_type: str) -> Split:
+        """The same stages under autocast, see ``Captured.under_autocast``."""
+        captured = self.captured.under_autocast(dtype, device_type)
+        return Split(captured, self.stage_of, self.num_stages, self.exact)
+
     @property
     def ports(self) -> tuple[Port, ...]:
         """Every port, by value, then order."""
