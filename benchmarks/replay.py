@@ -91,6 +91,8 @@ class Replay:
             for s in range(len(stages))
             for name, parameter in self._parts.parameters(s).items()
         }
+        for parameter in self._parameters.values():
+            parameter.grad = None
         self._idle: dict[int, list[StageCompute]] = {}
         self.updates = 0
 
