@@ -19,7 +19,7 @@ from anabranch.cli.run_file import refuse_beside_plan
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode, Plan
 from anabranch.schedule import SCHEDULES
@@ -190,11 +190,18 @@ class EstimatedModelSettings(ModelSettings):
     """As ``ModelSettings``, of a model whose capture may be kept."""
 
     no_cache: NoCache = False
+    precision: Annotated[
+        Precision,
+        typer.Option(
+            help="Time and memory under autocast to bf16 or fp16, in which training by the plan "
+            "is then."
+        ),
+    ] = "fp32"
 
     @property
     def source(self) -> ModelSource:
         """The model to read or build."""
-        return replace(super().source, keep=not self.no_cache)
+        return replace(super().source, keep=not self.no_cache, precision=self.precision)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,16 @@ from anabranch.files.jsonfile import (
     save,
 )
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import BATCH, Granularity, LookupTable, Op, OpGraph, Parameter, Value
+from anabranch.graph.opgraph import (
+    BATCH,
+    Granularity,
+    LookupTable,
+    Op,
+    OpGraph,
+    Parameter,
+    Precision,
+    Value,
+)
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"
@@ -94,6 +103,7 @@ class _ProfileFile(Strict):
     normalised: list[Text] = Field(default_factory=list)
     stateful: list[Text] = Field(default_factory=list)
     rewrites: list[Text] = Field(default_factory=list)
+    precision: Precision = "fp32"
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool

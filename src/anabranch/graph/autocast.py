@@ -21,6 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
+HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""``Precision`` -> element type of autocast."""
+_CAST_VIEWS = _aten.einsum, _aten.scaled_dot_product_attention
+"""Operations in half precision that cast views of what they read, or by themselves as well."""
 _CAST_OPERATIONS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
 
 
@@ -76,19 +80,17 @@ class AutocastRegion:
         with torch.no_grad(), self._autocast(), _CastRecorder() as casts:
             result = target(*values, **options)
         types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
-        if target.overloadpacket is _aten.einsum:  # casts views of what it reads
-            types = {
-                n: self.dtype for n, v in alike.items() if casts.types and v.is_floating_point()
-            }
-        elif len(types) < len(casts.types):
-            return None
+        if casts.types and target.overloadpacket in _CAST_VIEWS:
+            floats = (n for n, v in alike.items() if v.is_floating_point())
+            types = {n: self.dtype for n in floats if alike[n].dtype != self.dtype}
         cast = {id(alike[node]): alike[node].to(dtype) for node, dtype in types.items()}
         values, options = tree_map_only(
             torch.Tensor, lambda value: cast.get(id(value), value), (values, options)
         )
-        with torch.no_grad():
+        with torch.no_grad(), _CastRecorder() as others:  # that the operation makes by itself
             again = target(*values, **options)
-        return types if _types(result) == _types(again) else None
+        is_inside = len(casts.types) > len(types) + len(others.types)
+        return None if is_inside or _types(result) != _types(again) else types
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

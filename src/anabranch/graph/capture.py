@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError
-from anabranch.graph.autocast import AutocastRegion
+from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
@@ -30,7 +30,7 @@ from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_c
 from anabranch.graph.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.group import FREE, Grouping, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
-from anabranch.graph.opgraph import Granularity, OpGraph
+from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_sites
@@ -215,19 +215,21 @@ class Captured:
         return self._again(self.layout, training=False) if self.training else self
 
     @remembered
-    def under_autocast(self, dtype: torch.dtype, device_type: str) -> Captured:
-        """The same operators under ``torch.autocast`` around the whole forward, its casts as calls.
+    def under_autocast(self, precision: Precision, device_type: str) -> Captured:
+        """The same operators under ``torch.autocast`` around the whole forward, its casts as calls;
+        this one for ``fp32``.
 
         Args:
-            dtype: bfloat16 or float16.
-            device_type: on which devices; others cast other operations.
+            device_type: such as ``cuda``; autocast casts other operations on other devices.
         """
-        programs = self.programs.under(AutocastRegion(device_type, dtype))
+        if precision == "fp32":
+            return self
+        programs = self.programs.under(AutocastRegion(device_type, HALF[precision]))
         place = programs.exporter.device
         program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
         traits = CallTraits(program, other)
         graph, calls, dims = build(self.module, traits, programs.grouping, self.training)
-        graph = replace(self.graph, values=graph.values)
+        graph = replace(self.graph, values=graph.values, precision=precision)
         return replace(self, graph=graph, programs=programs, value_calls=calls, batch_dims=dims)
 
     def like(self, example: Batch) -> Captured:

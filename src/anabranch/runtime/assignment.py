@@ -84,6 +84,8 @@ def assign(
     graph = plan.stage_graph
     if compute.sparse_embeddings is None:
         compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
+    if compute.precision is None:
+        compute = replace(compute, precision=plan.precision)
     captured = captured or captured_for(workload, plan)
     buckets_of(captured, workload)
     module = captured.module

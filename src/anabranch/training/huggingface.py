@@ -227,8 +227,10 @@ class Trainer:
 
         size = batch_size(self.args, self.devices)
         counts = sorted({1, max(size // 4, 1), max(size // 2, 1), size})
+        precision = training_options(self.args, self.workload)["compute"].precision
+        captured = self._captured("layer").under_autocast(precision, "cpu")
         return plan(
-            measure(self._captured("layer"), counts),
+            measure(captured, counts),
             Cluster.preset(f"local:{self.devices}"),
             size,
             **options,
@@ -249,7 +251,8 @@ class Trainer:
         options: dict[str, Any] = training_options(self.args, self.workload) | self._options
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
-        prepare(captured, chosen.stage_graph, self.workload)
+        precision = options["compute"].precision
+        prepare(captured, chosen.stage_graph, self.workload, precision)
         ranks = len(chosen.stage_graph.devices)
         with tempfile.TemporaryDirectory() as folder:
             options = {"captured": captured, "save": Path(folder) / "last", **options}

@@ -19,7 +19,7 @@ from anabranch.runtime.placement import fetched
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
 from tests.runtime.small import Batch, Built, batch, built, plan, slices
-from tests.runtime.threads import CPU, step, steps_of
+from tests.runtime.threads import step, steps_of
 
 HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -175,7 +175,7 @@ def test_values_cross_in_the_type_that_they_have() -> None:
 
 
 class Alone(nn.Module):
-    """A product that the model itself keeps out of autocast, and one that it has in another type."""
+    """A product that the model keeps out of autocast, and one in a type of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,6 +85,9 @@ def train(
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
+    if compute.precision is not None:
+        job.source = replace(job.source, precision=compute.precision)
+    options = replace(options, precision=job.source.precision)
     if restarts.is_restarted():
         training = restarts.restarted(training)
     is_async = flush.is_async(job.plan)
@@ -261,7 +264,8 @@ def _plan(
     )
     is_file = job.plan is not None
     job.plan = job.plan or on_first(search)
-    asked = {trait: getattr(compute, trait) for trait in ("shard_optimizer", "sparse_embeddings")}
+    traits = "shard_optimizer", "sparse_embeddings", "precision"
+    asked = {trait: getattr(compute, trait) for trait in traits}
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
     if changed != job.plan and not is_async:
         job.plan = on_first(partial(job.predicted, changed))

@@ -153,11 +153,13 @@ class AsyncPipeline(BasePipeline):
             device=device,
             further=channels(order.graph),
         )
+        compute, place = session.assignment.compute, session.assignment.place
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
+            captured = session.captured.under_autocast(compute.precision or "fp32", place.type)
             with session.failing():
                 session.assignment.require_memory(
-                    budgeted(plan, order, session.captured, self.policy, self.optimizer), self._mesh
+                    budgeted(plan, order, captured, self.policy, self.optimizer), self._mesh
                 )
         (self._stage,) = graph.stages_of[self._mesh.device]
         with session.failing(), POSITION.doing(Phase.START_UP):

@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 
 from anabranch.device.kinds import GRAPHS
+from anabranch.graph.autocast import HALF
+from anabranch.graph.opgraph import Precision
 from anabranch.graph.split import Split
 
-Precision = Literal["fp32", "bf16", "fp16"]
 Dropout = Literal["stage", "sample", "off"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +24,15 @@ class ComputeOptions:
     """Options of the computation of stages.
 
     Attributes:
-        precision: ``fp32`` leaves every operation as the model has it. ``bf16`` and ``fp16`` run
-            the forwards under ``torch.autocast``: products and convolutions in half precision,
+        precision: ``fp32`` leaves every operation as the model has it. ``bf16`` and ``fp16`` are
+            ``torch.autocast`` around the forward: products and convolutions in half precision,
             parameters, their gradients and the optimizer as they are. Activations and messages
             between stages take up to half of the bytes; every micro-batch casts the weights once
             more. ``fp16`` scales the loss by the rules of ``torch.amp.GradScaler``, one scale for
             all ranks; a step in which a gradient overflows on any rank is skipped on all. Both need
-            the ranks to agree before any optimizer step. Not with ``exact`` where stages share
-            parameters: one process adds such gradients in half precision.
+            the ranks to agree before any optimizer step. By default that of the plan. Not with
+            ``exact`` where operators share parameters: one process adds such gradients in half
+            precision.
         compile: False, True for ``torch.compile`` with its own default backend (inductor, which
             needs a C++ compiler, on a GPU Triton), or the name of another backend. Each stage is
             compiled for every number of samples when it first meets it: seconds to minutes, on
@@ -67,7 +67,7 @@ class ComputeOptions:
         ValueError: for a value that is not listed, or options that exclude each other.
     """
 
-    precision: Precision = "fp32"
+    precision: Precision | None = None
     compile: bool | str = False
     offload: bool = False
     dropout: Dropout = "stage"
@@ -84,7 +84,7 @@ class ComputeOptions:
                 f"compile {self.compile} replays passes in fixed memory, which is not offloaded: "
                 "leave out one of compile and offload"
             )
-        if self.precision not in ("fp32", *_DTYPES):
+        if self.precision not in (None, "fp32", *HALF):
             raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
         if self.dropout not in ("stage", "sample", "off"):
             raise ValueError(f"dropout {self.dropout!r} is none of stage, sample, off")
@@ -98,7 +98,7 @@ class ComputeOptions:
     @property
     def half(self) -> torch.dtype | None:
         """The element type of autocast, None without it."""
-        return _DTYPES.get(self.precision)
+        return HALF.get(self.precision or "fp32")
 
     @property
     def is_replayed(self) -> bool:

@@ -50,10 +50,9 @@ class StagePrograms:
 
     def __init__(self, parts: Split, options: ComputeOptions, place: torch.device) -> None:
         self.options, self.place = options, place
-        if options.half is not None:
-            parts = parts.under_autocast(options.half, place.type)
-        self._parts, self.captured = parts, parts.captured
-        self._by_sample = BySample(parts.captured, place)
+        self._parts = parts.under_autocast(options.precision or "fp32", place.type)
+        self.captured = self._parts.captured
+        self._by_sample = BySample(self.captured, place)
 
     def program(self, stage: int, samples: int) -> StageProgram:
         """Return the program of a stage for a number of samples."""
