@@ -87,8 +87,11 @@ class AutocastRegion:
         values, options = tree_map_only(
             torch.Tensor, lambda value: cast.get(id(value), value), (values, options)
         )
-        with torch.no_grad(), _CastRecorder() as others:  # that the operation makes by itself
-            again = target(*values, **options)
+        try:
+            with torch.no_grad(), _CastRecorder() as others:  # that the operation makes by itself
+                again = target(*values, **options)
+        except RuntimeError:  # it was not all of them
+            return None
         is_inside = len(casts.types) > len(types) + len(others.types)
         return None if is_inside or _types(result) != _types(again) else types
 
