@@ -10,8 +10,8 @@ a recorder below autocast, tells what is cast to which type::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from anabranch.device import accelerator
+from anabranch.device.kinds import CPU
 
 _aten = torch.ops.aten
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +62,12 @@ class AutocastRegion:
 
         key = f"{target} {fx.map_arg((args, kwargs), name)}"
         if key not in self._known:
-            types = self._casts(target, args, kwargs)
+            types: Mapping[fx.Node, torch.dtype] | None = {}
+            if self.device_type == CPU or accelerator.count(self.device_type):
+                types = self._casts(target, args, kwargs)
+            else:  # as far as it can be tried without the device
+                with suppress(RuntimeError, AssertionError):
+                    types = self._casts(target, args, kwargs) or {}
             self._known[key] = None if types is None else [types.get(node) for node in number]
         if (known := self._known[key]) is None:
             return None
@@ -80,7 +88,8 @@ class AutocastRegion:
         with torch.no_grad(), self._autocast(), _CastRecorder() as casts:
             result = target(*values, **options)
         types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
-        if casts.types and target.overloadpacket in _CAST_VIEWS:
+        casts_views = bool(casts.types) and target.overloadpacket in _CAST_VIEWS
+        if casts_views:
             floats = (n for n, v in alike.items() if v.is_floating_point())
             types = {n: self.dtype for n in floats if alike[n].dtype != self.dtype}
         cast = {id(alike[node]): alike[node].to(dtype) for node, dtype in types.items()}
@@ -92,8 +101,9 @@ class AutocastRegion:
                 again = target(*values, **options)
         except RuntimeError:  # it was not all of them
             return None
-        is_inside = len(casts.types) > len(types) + len(others.types)
-        return None if is_inside or _types(result) != _types(again) else types
+        arguments = {id(value) for value in alike.values()}
+        is_inside = casts.count_besides(arguments) > others.count_besides(arguments)
+        return None if (is_inside and not casts_views) or _types(result) != _types(again) else types
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -123,6 +133,10 @@ class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.types: dict[int, torch.dtype] = {}
         self.alive: list[torch.Tensor] = []  # an identity is of one tensor at a time
+
+    def count_besides(self, known: Set[int]) -> int:
+        """Number of casts of tensors without these identities."""
+        return sum(id(tensor) not in known for tensor in self.alive)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

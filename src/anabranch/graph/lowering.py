@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anabranch.errors import CaptureError
 from anabranch.graph.autocast import AutocastRegion, region_of
@@ -245,14 +246,21 @@ class _ProgramBuilder:
             target = torch.ops.higher_order.wrap_with_autocast
             several = self.made(node, target, (*fixed, body, *inputs), {})
             return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
-        cast = dict[fx.Node, fx.Node]()
-        for source, dtype in types.items():
+
+        def operand(source: Any) -> Any:
+            dtype = types.get(source) if isinstance(source, fx.Node) else None
+            if dtype is None:
+                return source
             key = source, dtype, self.operator
             call = region.cast_parameters.get(key)
-            cast[source] = call or self.made(node, _aten.to.dtype, (source, dtype), {})
+            call = call or self.made(node, _aten.to.dtype, (source, dtype), {})
             if source.op == "placeholder" and source.meta["val"].requires_grad:
-                region.cast_parameters[key] = cast[source]
-        args, kwargs = fx.map_arg((args, kwargs), lambda source: cast.get(source, source))
+                region.cast_parameters[key] = call
+            return call
+
+        leaves, spec = tree_flatten((args, kwargs))
+        # Autocast begins with the last; in that order gradients of several uses are added.
+        args, kwargs = tree_unflatten([operand(leaf) for leaf in leaves[::-1]][::-1], spec)
         return self.made(node, node.target, args, kwargs, name=node.name)
 
     def made(

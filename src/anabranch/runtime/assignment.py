@@ -99,7 +99,7 @@ def assign(
         require_constants(captured, place)
     parts = parts_of(captured, plan, exact=exact)
     if exact:
-        require_exact(compute, parts)
+        require_exact(compute, captured.graph)
     job, holders = replace(workload, module=module), Holders.of(parts, graph)
     if goes_on:  # ranks get back row by row what they have forgotten
         for parameter in module.parameters():

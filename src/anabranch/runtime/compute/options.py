@@ -13,8 +13,7 @@ import torch
 
 from anabranch.device.kinds import GRAPHS
 from anabranch.graph.autocast import HALF
-from anabranch.graph.opgraph import Precision
-from anabranch.graph.split import Split
+from anabranch.graph.opgraph import OpGraph, Precision
 
 Dropout = Literal["stage", "sample", "off"]
 
@@ -117,14 +116,14 @@ PLAIN = ComputeOptions()
 """Defaults: the computation of one process."""
 
 
-def require_exact(options: ComputeOptions, parts: Split) -> None:
+def require_exact(options: ComputeOptions, graph: OpGraph) -> None:
     """Accept options under which gradients are bitwise those of one process; raises ValueError for
-    half precision where stages share parameters.
+    half precision where operators share parameters.
     """
-    if options.half is not None and parts.tied:
-        name, stages = next(iter(parts.tied.items()))
+    if options.half is not None and graph.tied:
+        name, readers = next(iter(graph.tied.items()))
         raise ValueError(
             f"under {options.precision} gradients cannot be bitwise those of one process, which "
-            f"adds those of {name} in half precision; stages {', '.join(map(str, stages))} each "
-            "hold it: leave exact out, or keep them together"
+            f"adds those of {name} in half precision; operators {', '.join(graph.names(readers))} "
+            "read it: leave exact out"
         )
