@@ -272,8 +272,8 @@ class _CastPrograms(Programs):
     def __init__(self, plain: Programs, region: AutocastRegion) -> None:
         self.__dict__ |= plain.__dict__
         self._plain, self._region = plain, region
-        self._made = {}
-        _, owners = self._cast(plain.example)
+        example, owners = self._cast(plain.example)
+        self._made = {(plain.samples, plain.exporter.device): example}
         self.grouping = replace(plain.grouping, owners=tuple(owners))
 
     def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
