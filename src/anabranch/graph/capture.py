@@ -21,7 +21,6 @@ import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError
-from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
@@ -224,7 +223,7 @@ class Captured:
         """
         if precision == "fp32":
             return self
-        programs = self.programs.under(AutocastRegion(device_type, HALF[precision]))
+        programs = self.programs.under_autocast(precision, device_type)
         place = programs.exporter.device
         program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
         traits = CallTraits(program, other)

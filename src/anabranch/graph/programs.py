@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.device import accelerator
 from anabranch.errors import CaptureError
-from anabranch.graph.autocast import AutocastRegion
+from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.call_traits import arguments, is_size
 from anabranch.graph.exporter import Exporter, place_of
@@ -30,6 +30,7 @@ from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
 from anabranch.graph.lowering import with_casts
 from anabranch.graph.module_state import device_of
+from anabranch.graph.opgraph import Precision
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
@@ -142,9 +143,9 @@ class Programs:
             self._made[samples, place] = unfold(program, self.folded)
         return self._made[samples, place]
 
-    def under(self, region: AutocastRegion) -> Programs:
+    def under_autocast(self, precision: Precision, device_type: str) -> Programs:
         """The same programs under autocast, its casts with the operators that read them."""
-        return _CastPrograms(self, region)
+        return _CastPrograms(self, AutocastRegion(device_type, HALF[precision]))
 
     @remembered
     def require_alike(self, samples: int) -> None:
