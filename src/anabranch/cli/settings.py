@@ -191,12 +191,12 @@ class EstimatedModelSettings(ModelSettings):
 
     no_cache: NoCache = False
     precision: Annotated[
-        Precision,
+        Precision | None,
         typer.Option(
             help="Time and memory under autocast to bf16 or fp16, in which training by the plan "
-            "is then."
+            "is then [default: fp32, or the profile file's]."
         ),
-    ] = "fp32"
+    ] = None
 
     @property
     def source(self) -> ModelSource:
@@ -226,14 +226,18 @@ class OtherModelSettings:
         typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
     ] = None
     no_cache: NoCache = False
+    precision: Annotated[
+        Precision | None, typer.Option(help="Another autocast than the plan's, or fp32 for none.")
+    ] = None
 
     def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
         """The model that the user names, as in a plan if there is one."""
-        options = split_output(self.output)[0]
+        options, keep = split_output(self.output)[0], not self.no_cache
         if plan is None:
-            preset = self.preset or ModelSource.preset
-            return ModelSource(model, preset, options, keep=not self.no_cache)
-        return ModelSource.of_plan(plan, model, self.preset, options, keep=not self.no_cache)
+            source = ModelSource(model, self.preset or ModelSource.preset, options, keep=keep)
+        else:
+            source = ModelSource.of_plan(plan, model, self.preset, options, keep=keep)
+        return replace(source, precision=self.precision or source.precision)
 
 
 @dataclass(frozen=True)

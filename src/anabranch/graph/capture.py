@@ -214,14 +214,14 @@ class Captured:
         return self._again(self.layout, training=False) if self.training else self
 
     @remembered
-    def under_autocast(self, precision: Precision, device_type: str) -> Captured:
+    def under_autocast(self, precision: Precision | None, device_type: str) -> Captured:
         """The same operators under ``torch.autocast`` around the whole forward, its casts as calls;
-        this one for ``fp32``.
+        this one for ``fp32`` and None.
 
         Args:
             device_type: such as ``cuda``; autocast casts other operations on other devices.
         """
-        if precision == "fp32":
+        if precision in (None, "fp32"):
             return self
         programs = self.programs.under_autocast(precision, device_type)
         place = programs.exporter.device

@@ -130,7 +130,7 @@ class Split:
         self.exact = exact
         self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
 
-    def under_autocast(self, precision: Precision, device_type: str) -> Split:
+    def under_autocast(self, precision: Precision | None, device_type: str) -> Split:
         """The same stages under autocast, see ``Captured.under_autocast``."""
         captured = self.captured.under_autocast(precision, device_type)
         return Split(captured, self.stage_of, self.num_stages, self.exact)

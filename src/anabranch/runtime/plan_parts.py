@@ -38,7 +38,7 @@ def prepare(
     captured: Captured,
     graph: StageGraph,
     workload: Workload | None = None,
-    precision: Precision = "fp32",
+    precision: Precision | None = None,
     device_type: str = "cpu",
 ) -> None:
     """Specialise the program to the sample counts that a plan needs, in all sizes of batches of a

@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_model
@@ -38,7 +38,7 @@ from anabranch.checkpoint import load_state_dict
 from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
@@ -158,7 +158,7 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
         between = math.ceil(every * updates) if every < 1 else int(every)
         return between * accumulate if strategy == "steps" else per_epoch
 
-    precision: Literal["bf16", "fp16", "fp32"] = "fp16" if taken.fp16 else "fp32"
+    precision: Precision = "fp16" if taken.fp16 else "fp32"
     options: dict[str, Any] = {
         "steps": updates * accumulate,
         "accumulate": accumulate,

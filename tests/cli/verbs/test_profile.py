@@ -40,6 +40,7 @@ def test_a_plan_has_the_precision_of_its_profile(run, document, tmp_path):
     assert plan["precision"] == "bf16"
     assert plan["profile"].endswith(", in bf16")
     assert "precision" not in document("plan", paths["full"], *search)
-    code, _, error = run("plan", paths["full"], *search, "--precision", "bf16")
-    assert code == 2
-    assert "is a profile in fp32" in error
+    for verb in (("simulate", paths["plan"]), ("plan", paths["full"], *search)):
+        code, _, error = run(*verb, "--precision", "fp16")
+        assert code == 2
+        assert "is a profile in" in error

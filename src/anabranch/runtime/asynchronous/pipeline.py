@@ -156,7 +156,7 @@ class AsyncPipeline(BasePipeline):
         compute, place = session.assignment.compute, session.assignment.place
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
-            captured = session.captured.under_autocast(compute.precision or "fp32", place.type)
+            captured = session.captured.under_autocast(compute.precision, place.type)
             with session.failing():
                 session.assignment.require_memory(
                     budgeted(plan, order, captured, self.policy, self.optimizer), self._mesh

@@ -50,7 +50,7 @@ class StagePrograms:
 
     def __init__(self, parts: Split, options: ComputeOptions, place: torch.device) -> None:
         self.options, self.place = options, place
-        self._parts = parts.under_autocast(options.precision or "fp32", place.type)
+        self._parts = parts.under_autocast(options.precision, place.type)
         self.captured = self._parts.captured
         self._by_sample = BySample(self.captured, place)
 
