@@ -405,8 +405,5 @@ def _is_zero(value: Any) -> bool:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    return _is_number(a) and _is_number(b) and a != b and not math.isnan(a)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    are_numbers = all(type(value) in (int, float) for value in (a, b))
+    return are_numbers and a != b and not math.isnan(a)
