@@ -112,7 +112,6 @@ class _ProfileFile(Strict):
     operators: list[_OperatorEntry]
     values: list[_ValueEntry]
     rewritable: list[Text] = Field(default_factory=list)
-    sharded: list[Any] = Field(default_factory=list)  # costs of tensor parallelism, unread
     update: _UpdateEntry | None = None
     read_sample_s: Seconds = 0.0
 
@@ -146,7 +145,6 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
             for op, cost in costs
         ],
         values=values,
-        sharded=[],
         update=update and document_fields(update, _UpdateEntry, brief=_UpdateEntry.model_fields),
         read_sample_s=profile.read_sample_s,
     )

@@ -267,8 +267,8 @@ class _ProgramBuilder:
         self, like: fx.Node, target: Any, args: Any, kwargs: Any, *, name: str | None = None
     ) -> Any:
         """A new call with its value, or a number that is known without the data."""
-        if (written := self.written(like, target, args, kwargs)) is not None:
-            return written
+        if (shared := self.written(like, target, args, kwargs)) is not None:
+            return shared
         values, options = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
         try:
             value = target(*values, **options)
@@ -288,6 +288,11 @@ class _ProgramBuilder:
             new.meta[IN_AUTOCAST] = True
         self.owners[new] = self.operator
         set_value(new, value)
+        returns = target._schema.returns if hasattr(target, "_schema") else ()
+        if [bool(r.alias_info and r.alias_info.is_write) for r in returns] == [True]:
+            # One tensor has one name at a time: who reads x after relu_(x) reads the result.
+            for changed in (node for node in written(new) if node.op != "placeholder"):
+                self.env |= {node: new for node, held in self.env.items() if held is changed}
         return new
 
     def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
@@ -367,24 +372,8 @@ class _ProgramBuilder:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 first.prepend(node)
-        _follow_writes(self.graph)
         sources = {node: source for source, node in self.by_source.items()}
         program = FlatProgram(samples, self.graph, sources, self.constants, self.regions)
         program.drop_dead()
         self.graph.lint()
         return program
-
-
-def _follow_writes(graph: fx.Graph) -> None:
-    """Let who reads x after ``relu_(x)`` read the result: one tensor has one name at a time."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        returns = list(schema.returns) if schema is not None else []
-        alias = returns[0].alias_info if len(returns) == 1 else None
-        if alias is None or not alias.is_write:
-            continue
-        for target in written(node):
-            if target.op != "placeholder":
-                for user in [u for u in target.users if position[u] > position[node]]:
-                    user.replace_input_with(target, node)

@@ -219,10 +219,9 @@ class Programs:
         if place.type == "meta":
             like = [node.meta["val"] for node in program.outputs]
             values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
-            return {**tensors, **self._whole_batch.rows(values, samples)}
-
-        run = self.run(program, tensors, place)
-        return {**tensors, **self._whole_batch.rows(run, samples)}
+        else:
+            values = self.run(program, tensors, place)
+        return {**tensors, **self._whole_batch.rows(values, samples)}
 
     def run(
         self,
