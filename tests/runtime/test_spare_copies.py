@@ -73,7 +73,7 @@ def test_copies_of_two_attempts_are_not_mixed():
     for rank in range(3):
         keep(copies, rank, 4, size=3)
     keep(copies, 0, 6, size=3)
-    copies.attempt = 1
+    copies.attempt.value = 1
     keep(copies, 1, 6, size=2)
     assert newest(copies) == 4
     keep(copies, 0, 6, size=2)

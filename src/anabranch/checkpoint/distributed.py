@@ -20,8 +20,7 @@ import re
 import secrets
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,7 @@ def from_distributed(
 
 def _read(folder: Path) -> dict[str, Any]:
     """Tensors and other entries of a distributed checkpoint, by full names."""
-    with _explained(folder):
+    try:
         listed = _PlainReader(folder).read_metadata().state_dict_metadata
         entries: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -159,13 +158,7 @@ def _read(folder: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load(entries, storage_reader=_PlainReader(folder), planner=_LoadPlanner(), no_dist=True)
-    return entries
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
+        return entries
     except (Exception, CheckpointException) as error:
         why = next(iter(error.failures.values()))[0] if hasattr(error, "failures") else error
         raise FileFormatError(

@@ -19,6 +19,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from ctypes import c_int64
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,21 +64,9 @@ class Moment:
         return Moment(step, *divmod(high, 1 << _RANK_BITS))
 
 
-class _Count:
-    """A number that all processes see, at a place of ``SpareCopies.counts``."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, copies: SpareCopies, owner: type) -> int:
-        return copies.counts[self._place]
-
-    def __set__(self, copies: SpareCopies, number: int) -> None:
-        copies.counts[self._place] = number
-
-
 class SpareCopies:
-    """Copies of all ranks; made by the parent of local ranks, and inherited by them.
+    """Copies of all ranks; made by the parent of local ranks, and inherited by them, with numbers
+    that all processes see.
 
     Attributes:
         every: steps between two copies.
@@ -88,8 +77,6 @@ class SpareCopies:
     Raises:
         TrainingError: where the system has no files in memory.
     """
-
-    attempt, reported_steps, reported_events = _Count(0), _Count(1), _Count(2)
 
     def __init__(self, num_ranks: int, every: int) -> None:
         if sys.platform != "linux":
@@ -103,8 +90,11 @@ class SpareCopies:
             for rank in range(num_ranks)
         ]
         self._log = os.memfd_create("anabranch-losses")
-        table = memoryview(mmap.mmap(-1, 8 * (2 * num_ranks + 3))).cast("q")
-        self._table, self.counts = table[:-3], table[-3:]
+        shared = mmap.mmap(-1, 8 * (2 * num_ranks + 3))
+        self._table = memoryview(shared).cast("q")[3:]
+        self.attempt, self.reported_steps, self.reported_events = (
+            c_int64.from_buffer(shared, 8 * place) for place in range(3)
+        )
         self._memory: dict[int, Tensor] = {}  # of this process, by file
 
     def close(self) -> None:
@@ -164,7 +154,7 @@ class SpareCopies:
         pack(tensors, packing, raw[_START:], memory.data_ptr() + _START)
         raw[end : end + len(text)] = text
         _HEAD.pack_into(raw, 0, end, len(text))
-        moment = Moment(progress.step, self.attempt, size)
+        moment = Moment(progress.step, self.attempt.value, size)
 
         def confirm() -> None:
             fence()
