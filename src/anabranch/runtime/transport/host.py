@@ -250,5 +250,4 @@ def _close(owner: int, peers: Iterable[Peer], segment: Segment) -> None:
         with contextlib.suppress(OSError):
             peer.socket.shutdown(socket.SHUT_RDWR)
         peer.close()
-        peer.window.close()
     segment.close()
