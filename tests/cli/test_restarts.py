@@ -22,7 +22,7 @@ from tests.record.test_folder import PLAN
 
 def saved(folder: Path, step: int) -> Path:
     part = RankPart({"model/w": torch.zeros(1)})
-    chosen = Target(folder / f"step-{step}", "0" * 16, 1, Progress(step))
+    chosen = Target(folder / f"step-{step}", "0" * 16, 1, Progress(step=step))
     saving = Saving(chosen, 0, part, keep=None, timeout=5.0)
     saving.confirm()
     saving.wait()

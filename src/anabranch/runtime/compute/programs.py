@@ -117,10 +117,6 @@ def with_sparse_lookups(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_random(module: nn.Module) -> bool:
-    """Return whether a stage draws from a generator, cached per module."""
-    cached = module.__dict__.get("_anabranch_is_random")
-    if cached is None:
-        graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-        cached = any(draws(node) for graph in graphs for node in graph.nodes)
-        module.__dict__["_anabranch_is_random"] = cached
-    return bool(cached)
+    """Return whether a stage draws from a generator."""
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    return any(draws(node) for graph in graphs for node in graph.nodes)
