@@ -82,7 +82,7 @@ class Replay:
         self._captured, self._policy = captured, policy
         self._parts = _parts(captured, stages)
         self._microbatches, self._seed = microbatches, seed
-        self._prepared = StagePrograms(captured, self._parts, options, captured.programs.device)
+        self._prepared = StagePrograms(self._parts, options, captured.programs.device)
         self.graph = _stage_graph(self._parts, stages, batch_size, microbatches)
         require_fits(policy, self.graph, microbatches=microbatches)
         self.weights = tuple(self._stage_weights(workload, s) for s in range(len(stages)))
@@ -91,6 +91,8 @@ class Replay:
             for s in range(len(stages))
             for name, parameter in self._parts.parameters(s).items()
         }
+        for parameter in self._parameters.values():
+            parameter.grad = None
         self._idle: dict[int, list[StageCompute]] = {}
         self.updates = 0
 

@@ -90,7 +90,7 @@ class _Case:
                 shared[_NEXT_AT] = time.monotonic_ns()
 
     def rank(self, plan: Plan, asked: TrainingSettings) -> Run:
-        recovers = self.copies is not None and self.copies.attempt == 1
+        recovers = self.copies is not None and self.copies.attempt.value == 1
         if recovers and self._kind == KINDS[2] and dist.get_rank() == self._other:
             threading.Timer(self._other_delay_s, self._kill, [2]).start()
         began, shared = time.monotonic_ns(), self._shared

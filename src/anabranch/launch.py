@@ -187,7 +187,7 @@ class _Ranks:
 
     @property
     def _attempt(self) -> int:
-        return 0 if self._survival is None else self._survival.copies.attempt
+        return 0 if self._survival is None else self._survival.copies.attempt.value
 
     def collect(
         self, timeout: float | None, stall_timeout: float | None, patience: float | None
@@ -286,7 +286,7 @@ class _Ranks:
             self._members = [member for member in self._members if member.number not in gone]
             if not self._members:
                 raise first.exception()
-            survival.copies.attempt += 1
+            survival.copies.attempt.value += 1
             args = survival.begin(len(self._members), first.message, moment)
             new = [rank for rank, member in enumerate(self._members) if member.process is None]
             try:

@@ -41,9 +41,9 @@ class Trained:
 
     def save(self, folder: Path) -> Path:
         tensors, state = optimizer_part(self.optimizer, self.names, {"w"})
-        part = RankPart(tensors, state, self.scheduler.state_dict())
+        part = RankPart(tensors, optimizer=state, scheduler=self.scheduler.state_dict())
         saving = Saving(
-            Target(folder, "0" * 16, 1, Progress(3)), 0, part, keep=None,
+            Target(folder, "0" * 16, 1, Progress(step=3)), 0, part, keep=None,
             timeout=5.0,
         )  # fmt: skip
         saving.confirm()

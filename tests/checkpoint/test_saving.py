@@ -18,7 +18,7 @@ from anabranch.errors import TrainingError
 
 
 def target(folder: Path, num_ranks: int = 1, step: int = 4) -> Target:
-    return Target(folder, f"{step:016x}", num_ranks, Progress(step))
+    return Target(folder, f"{step:016x}", num_ranks, Progress(step=step))
 
 
 def saving(chosen: Target, rank: int, value: float = 1.0, **options: object) -> Saving:
@@ -110,7 +110,7 @@ def test_no_name_without_all_parts(tmp_path: Path):
     chosen = target(tmp_path / "step-4", 2)
     begin(chosen)
     part = RankPart({"model/w": torch.zeros(1)})
-    write_part(chosen, 0, part, part.described())
+    write_part(chosen, 0, part)
     assert newest(tmp_path) is None
 
 

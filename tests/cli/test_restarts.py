@@ -22,7 +22,7 @@ from tests.record.test_folder import PLAN
 
 def saved(folder: Path, step: int) -> Path:
     part = RankPart({"model/w": torch.zeros(1)})
-    chosen = Target(folder / f"step-{step}", "0" * 16, 1, Progress(step))
+    chosen = Target(folder / f"step-{step}", "0" * 16, 1, Progress(step=step))
     saving = Saving(chosen, 0, part, keep=None, timeout=5.0)
     saving.confirm()
     saving.wait()
@@ -88,8 +88,7 @@ def test_a_rank_that_dies_for_good_names_the_way_on(asked, fault: str, way_on: s
 
 def test_survival_with_a_device_fewer_has_the_prediction_of_its_plan(monkeypatch):
     """With as many ranks the first one's; each recovery is on record."""
-    monkeypatch.setattr("anabranch.runtime.plan_parts.prepare", lambda *_: None)
-    job = SimpleNamespace(plan=PLAN, captured=None, workload=None)
+    job = SimpleNamespace(plan=PLAN, prepare=lambda graph: None)
     count, record = len(PLAN.stage_graph.devices), list[str]()
     survival = surviving(job, TrainingSettings(), count, lambda _: 0.75, 0.5, record.append)
     survival.copies.close()

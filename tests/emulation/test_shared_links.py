@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost.communication import Route
-from anabranch.emulation.shared_links import SharedLinks
+from anabranch.emulation.shared_links import POSTED, SENT, SharedLinks
 from anabranch.simulator.sums import Sum
 
 AB, AC = (0, 1, 0), (0, 2, 0)
@@ -32,14 +32,14 @@ TO_B = Route(0.5, 0.5, (0, 1)), 4
 TO_C = Route(0.5, 0.5, (0, 2)), 4
 
 
-@pytest.mark.parametrize("ends", [("sent", "posted"), ("posted", "sent")])
+@pytest.mark.parametrize("ends", [(SENT, POSTED), (POSTED, SENT)])
 def test_a_message_starts_at_the_later_of_its_ends(ends):
     """Whichever of them the links learns first: it is posted at 3, moves for 2, and needs 0.5 more
     to arrive.
     """
     made = shared_links()
     for end in ends:
-        getattr(made, end)(AB, 0, {"sent": 1.0, "posted": 3.0}[end], *TO_B)
+        made.meet(AB, 0, end, {SENT: 1.0, POSTED: 3.0}[end], *TO_B)
     assert made.arrival(AB, 0) == 5.5
 
 
@@ -47,9 +47,9 @@ def test_messages_share_a_port_one_after_another():
     """The second waits for the port, not for the latency of the first."""
     made = shared_links()
     for channel, price in ((AB, TO_B), (AC, TO_C)):
-        made.posted(channel, 0, 0.0, *price)
-    made.sent(AB, 0, 1.0, *TO_B)
-    made.sent(AC, 0, 1.5, *TO_C)
+        made.meet(channel, 0, POSTED, 0.0, *price)
+    made.meet(AB, 0, SENT, 1.0, *TO_B)
+    made.meet(AC, 0, SENT, 1.5, *TO_C)
     assert made.arrival(AB, 0) == 3.5
     assert made.arrival(AC, 0) == 5.5
 
@@ -87,8 +87,8 @@ def test_messages_of_a_channel_are_told_apart_by_number():
     """The second is posted when the first has been taken."""
     made = shared_links()
     for number, posted in ((0, 0.0), (1, 9.0)):
-        made.sent(AB, number, 0.0, *TO_B)
-        made.posted(AB, number, posted, *TO_B)
+        made.meet(AB, number, SENT, 0.0, *TO_B)
+        made.meet(AB, number, POSTED, posted, *TO_B)
     assert made.arrival(AB, 0) == 2.5
     assert made.arrival(AB, 1) == 11.5
 
@@ -111,14 +111,14 @@ def test_sums_go_in_turn_when_the_last_rank_has_come():
 def test_links_that_are_cleared_knows_nothing_of_the_last_step():
     """Each rank clears what it receives."""
     made = shared_links([summed(1, seconds=1.0)])
-    made.posted(AB, 0, 50.0, *TO_B)
-    made.sent(AB, 0, 50.0, *TO_B)
+    made.meet(AB, 0, POSTED, 50.0, *TO_B)
+    made.meet(AB, 0, SENT, 50.0, *TO_B)
     made.give(0, 60.0)
     assert made.ended([0], 60.0) == (61.0, True)
     for rank in range(3):
         made.clear(rank)
-    made.sent(AB, 0, 0.0, *TO_B)
-    made.posted(AB, 0, 0.0, *TO_B)
+    made.meet(AB, 0, SENT, 0.0, *TO_B)
+    made.meet(AB, 0, POSTED, 0.0, *TO_B)
     assert made.arrival(AB, 0) == 2.5
     made.give(0, 7.0)
     assert made.ended([0], 7.0) == (8.0, True)

@@ -39,7 +39,6 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
         "date": "2026-01-31",
         "slowdown": [1.0, 2.0],
         "message_s": 0.5,
-        "message_byte_s": 0.0,  # of a former anabranch, which nothing reads any more
         "pass_s": 0.25,
         "step_s": 0.0,
         "all_reduce_byte_s": 0.125,
@@ -52,38 +51,11 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ("slowdown", [1.0, 3.0, 2.0], "falls with more ranks"),
         ("slowdown", [2.0], "does not begin with 1 for one rank alone"),
         ("date", "yesterday", "date"),
-        ("speed", 1.0, "unknown key calibration.speed"),
+        ("send_s", 1.0, "unknown key calibration.send_s"),  # of before the first release
     ):
         file.write_text(json.dumps({**CLUSTER, "calibration": {**calibration, key: value}}))
         with pytest.raises(FileFormatError, match=said):
             load_cluster(file)
-
-
-def test_calibrations_of_former_versions_are_read(tmp_path: Path) -> None:
-    """Under the names of today; what nobody predicts any more is left out."""
-    former = {
-        "machine": {"processor": "Z80", "cores": 1, "torch": "2.13.0"},
-        "date": "2026-01-31",
-        "slowdown": [1.0, 2.0],
-        "send_s": 0.5,
-        "send_byte_s": 0.0,
-        "receive_s": 0.75,
-        "receive_byte_s": 0.0,
-        "microbatch_s": 0.25,
-        "step_s": 0.0,
-        "sum_tensor_s": 0.0,
-        "sum_byte_s": 0.125,
-        "memory_bytes_per_s": 1.0,
-        "restarts": [[0.5, 0.25]],
-        "crowded_s": 0.5,
-        "version": 4,
-    }
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps({**CLUSTER, "calibration": former}))
-    read = load_cluster(file).calibration
-    assert read is not None
-    figures = read.message_s, read.pass_s, read.all_reduce_byte_s, read.version
-    assert figures == (0.5, 0.25, 0.125, 4)
 
 
 def test_cluster_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

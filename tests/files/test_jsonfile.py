@@ -218,7 +218,6 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
         "stages[2].tensor is 3: every replica of the stage would share",
     ),
     ("plan", ("stages", 2, "tensor"), 0, "stages[2].tensor is 0"),
-    ("profile", ("sharded",), None, "sharded is null; it should be a valid list"),
     ("cluster", ("levels", 0, "size"), 600_000, "levels multiply to 1200000 devices"),
 ]
 

@@ -41,12 +41,6 @@ def test_gradients_of_weights_are_written_where_they_are_known(tmp_path: Path) -
     assert profile_to_dict(profile) == document
 
 
-def test_costs_of_tensor_parallelism_are_not_read(tmp_path: Path) -> None:
-    """Profiles of before may have them."""
-    (tmp_path / "p.json").write_text(json.dumps(PROFILE | {"sharded": [{"degree": 2}]}))
-    assert profile_to_dict(load_profile(tmp_path / "p.json")) == PROFILE
-
-
 @same_folder
 @given(profile=profiles())
 def test_profile_comes_back(profile: Profile, tmp_path: Path) -> None:

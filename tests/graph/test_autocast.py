@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,48 @@ def test_cut_has_loss_and_gradients_of_the_module_under_autocast(enabled: bool) 
         assert check_split(captured, batch(), stages, exact=True) == 0.0
     halves = gradient_types(captured.programs.example) & {HALF}
     assert bool(halves) == enabled
+
+
+class Halved(nn.Module):
+    """Layers with an island of full precision, attention, and a recurrent layer; perhaps called
+    under autocast.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_half = False
+        self.first, self.alone, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.norm, self.table, self.memory = nn.LayerNorm(8), nn.Embedding(5, 8), nn.GRU(8, 8)
+
+    def forward(self, x: Tensor, word: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=HALF) if self.is_half else nullcontext():
+            h = F.gelu(self.first(x)) + self.table(word)
+            with torch.autocast("cpu", enabled=False):
+                h = self.norm(h + self.alone(x))
+            q, k = (t.view(-1, 1, 2, 4) for t in (h, x))
+            h = F.scaled_dot_product_attention(q, k, q).view(-1, 1, 8)
+            h = self.memory(h.transpose(0, 1).float())[0][0]
+            return F.cross_entropy(self.last(h), word)
+
+
+def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
+    """Bitwise what the module is when it is called under autocast; also of a GPU that is not here,
+    where other operations are cast.
+    """
+    torch.manual_seed(0)
+    module = Halved()
+    plain = capture(module, batch(), granularity="operator")
+    assert plain.under_autocast("fp32", "cpu") is plain
+    here, there = (plain.under_autocast("bf16", kind) for kind in ("cpu", "cuda"))
+    for half in (here, there):
+        assert (half.graph.ops, half.graph.edges) == (plain.graph.ops, plain.graph.edges)
+        pairs = list(zip(half.graph.values, plain.graph.values, strict=True))
+        assert all(a.consumers == b.consumers for a, b in pairs)
+        assert {a.nbytes / b.nbytes for a, b in pairs} == {0.5, 1.0}
+    module.is_half = True
+    for seed in range(3):
+        stages = random_stages(plain.graph, 4, seed)
+        assert check_split(here, batch(), stages, exact=True) == 0.0
 
 
 def test_casts_do_not_depend_on_the_device_of_a_program() -> None:

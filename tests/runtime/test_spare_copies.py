@@ -16,7 +16,7 @@ from anabranch.runtime.spare_copies import Moment, SpareCopies
 
 def keep(copies: SpareCopies, rank: int, step: int, size: int = 2, value: float = 0.0) -> None:
     part = RankPart({f"model/{rank}": torch.full((3,), value or float(step))})
-    copies.keep(rank, size, part, Progress(step), {"rank": rank})()
+    copies.keep(rank, size, part, Progress(step=step), {"rank": rank})()
 
 
 def newest(copies: SpareCopies) -> int | None:
@@ -61,7 +61,7 @@ def test_the_copy_that_counts_is_never_written_over():
 def test_a_copy_counts_only_once_its_step_is_known_to_be_good():
     copies = SpareCopies(1, 1)
     keep(copies, 0, 0, size=1)
-    confirm = copies.keep(0, 1, RankPart({}), Progress(1), {})
+    confirm = copies.keep(0, 1, RankPart({}), Progress(step=1), {})
     assert newest(copies) == 0
     confirm()
     assert newest(copies) == 1
@@ -73,7 +73,7 @@ def test_copies_of_two_attempts_are_not_mixed():
     for rank in range(3):
         keep(copies, rank, 4, size=3)
     keep(copies, 0, 6, size=3)
-    copies.attempt = 1
+    copies.attempt.value = 1
     keep(copies, 1, 6, size=2)
     assert newest(copies) == 4
     keep(copies, 0, 6, size=2)
@@ -100,8 +100,12 @@ def test_state_comes_back_bit_for_bit():
     optimizer = OptimizerState.model_validate({**state, "scalars": {}})
     copies = SpareCopies(2, 1)
     for step, size in enumerate((1, 40_000)):
-        part = RankPart({**tensors, "model/e": torch.randn(size)}, optimizer, {"last_epoch": step})
-        progress = Progress(step, 1, 2, 3, data={"at": 4})
+        part = RankPart(
+            {**tensors, "model/e": torch.randn(size)},
+            optimizer=optimizer,
+            scheduler={"last_epoch": step},
+        )
+        progress = Progress(step=step, epoch=1, position=2, seed=3, data={"at": 4})
         copies.keep(0, 2, part, progress, {"first_step": 7})()
         keep(copies, 1, step)
         saved, further = copies.read()

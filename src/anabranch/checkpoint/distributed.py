@@ -20,9 +20,8 @@ import re
 import secrets
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from anabranch.checkpoint.export import require_new, written_whole
-from anabranch.checkpoint.manifest import Group, OptimizerState, Pretrained, Progress
+from anabranch.checkpoint.manifest import Description, Progress
 from anabranch.checkpoint.optimizer import option
 from anabranch.checkpoint.reading import Checkpoint, load_state_dict
 from anabranch.checkpoint.writing import RankPart, Target, abandon, begin, finish, write_part
@@ -85,12 +84,9 @@ def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike
             for name in group.parameters:
                 state |= {f"param_groups.{name}.{k}": v for k, v in group.options.items()}
     rest = {
-        "progress": asdict(saved.progress),
+        "progress": saved.progress.model_dump(),
         "kind": manifest.optimizer.kind if manifest.optimizer is not None else None,
-        "scheduler": manifest.scheduler,
-        "aliases": manifest.aliases,
-        "transient": manifest.transient,
-        "pretrained": [part.model_dump() for part in manifest.pretrained],
+        **manifest.model_dump(include={"scheduler", "aliases", "transient", "pretrained"}),
     }
     first = [name for name in manifest.transient if name not in manifest.aliases]
     buffers = {name: saved.tensor(f"model/{name}") for name in first}
@@ -121,7 +117,7 @@ def from_distributed(
     buffers = {k.removeprefix(own): v for k, v in entries.items() if k.startswith(own)}
     model = _model(entries) | buffers
     state, scalars, options = _optimizer(entries, model)
-    kind = rest.get("kind") or optimizer
+    kind, progress = rest.pop("kind", None) or optimizer, rest.pop("progress", {})
     if (state or options) and not kind:
         raise FileFormatError(
             f"{folder} has the state of an optimizer, but not which one: name its class, such as "
@@ -131,27 +127,17 @@ def from_distributed(
     model = {name: tensor for name, tensor in model.items() if name not in aliases}
     tensors = {f"model/{name}": tensor for name, tensor in model.items()}
     tensors |= {f"optimizer/{key}/{name}": t for (name, key), t in state.items()}
-    progress = Progress(**rest.get("progress", {}))
-    target = Target(Path(output), secrets.token_hex(8), 1, progress)
+    if kind:
+        groups = [{"options": o, "parameters": [name]} for name, o in options.items()]
+        rest["optimizer"] = {"kind": kind, "scalars": scalars, "groups": groups}
     try:
-        described = kind and OptimizerState(
-            kind=kind,
-            scalars=scalars,
-            groups=[Group(options=o, parameters=[name]) for name, o in options.items()],
-        )
-        part = RankPart(
-            tensors,
-            described or None,
-            rest.get("scheduler"),
-            aliases,
-            rest.get("transient", ()),
-            [Pretrained(**entry) for entry in rest.get("pretrained", ())],
-        )
+        target = Target(Path(output), secrets.token_hex(8), 1, Progress.model_validate(progress))
+        description = Description.model_validate({**rest, "aliases": aliases})
     except ValidationError as error:
         raise FileFormatError(f"{folder}: {explain(error)}") from error
-    description, lock = part.described(), begin(target)
+    part, lock = RankPart(tensors, **dict(description)), begin(target)
     try:
-        write_part(target, 0, part, description)
+        write_part(target, 0, part)
         finish(target, lock)
     except TrainingError:
         abandon(target, lock)
@@ -161,7 +147,7 @@ def from_distributed(
 
 def _read(folder: Path) -> dict[str, Any]:
     """Tensors and other entries of a distributed checkpoint, by full names."""
-    with _explained(folder):
+    try:
         listed = _PlainReader(folder).read_metadata().state_dict_metadata
         entries: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -172,13 +158,7 @@ def _read(folder: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load(entries, storage_reader=_PlainReader(folder), planner=_LoadPlanner(), no_dist=True)
-    return entries
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
+        return entries
     except (Exception, CheckpointException) as error:
         why = next(iter(error.failures.values()))[0] if hasattr(error, "failures") else error
         raise FileFormatError(

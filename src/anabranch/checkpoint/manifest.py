@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -118,60 +117,59 @@ class OptimizerState(Strict):
     scalars: dict[str, dict[str, Scalar]]
 
 
-class Manifest(Strict):
+class Description(Strict):
+    """All of a state but tensors and progress, as JSON has it; of one rank, or of all together.
+
+    Attributes:
+        optimizer: state of the optimizer besides tensors; None if nothing was trained.
+        scheduler: the state of the scheduler, if there was one.
+        aliases: further names of tensors that the model has under several.
+        transient: buffers that are none of the model's ``state_dict``.
+        pretrained: models of Hugging Face in it.
+        frozen: parameters that were not trained and are left out -> their ``fingerprint``.
+    """
+
+    optimizer: OptimizerState | None = None
+    scheduler: dict[str, Any] | None = None
+    aliases: dict[str, str] = Field(default_factory=dict)
+    transient: list[str] = Field(default_factory=list)
+    pretrained: list[Pretrained] = Field(default_factory=list)
+    frozen: dict[str, int] = Field(default_factory=dict)
+
+
+class Progress(Strict):
+    """Steps done, epoch, batches of the epoch done, seed of random numbers, under fp16 the scale of
+    the loss with its steps without overflow, the ``state_dict`` of a loader that has one, samples
+    of a batch and batches of an update (0 where that is not known).
+    """
+
+    step: _Position = 0
+    epoch: _Position = 0
+    position: _Position = 0
+    seed: _Count = 0
+    loss_scale: Annotated[float, Field(gt=0)] | None = None
+    loss_streak: _Position = 0
+    data: dict[str, Any] | None = None
+    batch_size: _Position = 0
+    accumulate: _Position = 0
+
+
+class Manifest(Description, Progress):
     """The document.
 
     Attributes:
         id: drawn for each checkpoint; the other files have it as well.
         files: bytes of each file.
         checksums: SHA-256 of each file.
-        aliases: further names of tensors that the model has under several.
-        transient: buffers that are none of the model's ``state_dict``.
-        data: the ``state_dict`` of the loader, where it has one.
-        pretrained: models of Hugging Face in it.
-        frozen: parameters that were not trained and are left out -> their ``fingerprint``.
         checksum: SHA-256 of everything else in this document, as ``checksum_of`` computes it.
     """
 
     schema_: Literal["anabranch.checkpoint/1"] = Field(alias="schema")
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    step: _Position
-    epoch: _Position
-    position: _Position
-    seed: _Count
     files: dict[_FileName, _Count]
     checksums: dict[_FileName, _Checksum]
     tensors: dict[str, TensorEntry]
-    aliases: dict[str, str]
-    transient: list[str]
-    optimizer: OptimizerState | None
-    scheduler: dict[str, Any] | None
-    loss_scale: Annotated[float, Field(gt=0)] | None = None
-    loss_streak: _Position = 0
-    data: dict[str, Any] | None = None
-    batch_size: _Position = 0
-    accumulate: _Position = 0
-    pretrained: list[Pretrained] = Field(default_factory=list)
-    frozen: dict[str, int] = Field(default_factory=dict)
     checksum: _Checksum
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Steps done, epoch, batches of the epoch done, seed of random numbers, under fp16 the scale of
-    the loss with its steps without overflow, the state of a loader that has one, samples of a batch
-    and batches of an update (0 where that is not known).
-    """
-
-    step: int = 0
-    epoch: int = 0
-    position: int = 0
-    seed: int = 0
-    loss_scale: float | None = None
-    loss_streak: int = 0
-    data: Mapping[str, Any] | None = None
-    batch_size: int = 0
-    accumulate: int = 0
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

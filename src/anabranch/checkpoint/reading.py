@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -48,15 +47,8 @@ class Checkpoint(SavedState):
                 f"step-N with one{self._way_on()}"
             )
         self.manifest = manifest = read_document(where, SCHEMA, Manifest)
-        super().__init__(
-            where,
-            manifest.tensors,
-            self._read_stored,
-            optimizer=manifest.optimizer,
-            scheduler=manifest.scheduler,
-            progress=Progress(**{f.name: getattr(manifest, f.name) for f in fields(Progress)}),
-            frozen=manifest.frozen,
-        )
+        progress = Progress(**{name: getattr(manifest, name) for name in Progress.model_fields})
+        super().__init__(where, manifest.tensors, self._read_stored, manifest, progress)
         # Keys that came into being later are in no checkpoint from before.
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
         if checksum_of(written) != self.manifest.checksum:

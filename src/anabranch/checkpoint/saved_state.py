@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import OptimizerState, Progress, fingerprint, type_text
+from anabranch.checkpoint.manifest import Description, Progress, fingerprint, type_text
 from anabranch.checkpoint.writing import joined
 from anabranch.errors import FileFormatError, some
 from anabranch.graph.slices import read_by_name, whole_name
@@ -53,15 +53,12 @@ class SavedState:
         where: object,
         keys: Iterable[str],
         read: Callable[[str], Tensor],
-        *,
-        optimizer: OptimizerState | None,
-        scheduler: Mapping[str, Any] | None,
+        described: Description,
         progress: Progress,
-        frozen: Mapping[str, int] | None = None,
     ) -> None:
-        self.where, self._read = where, read
-        self.optimizer, self.scheduler, self.progress = optimizer, scheduler, progress
-        self.frozen = dict(frozen or {})
+        self.where, self._read, self.progress = where, read, progress
+        self.optimizer, self.scheduler = described.optimizer, described.scheduler
+        self.frozen = described.frozen
         self._stored: dict[str, list[str]] = {}
         for key in keys:
             self._stored.setdefault(whole_name(key), []).append(key)
@@ -147,15 +144,6 @@ def saved_in_parts(
     """Return the state of a run from what its ranks have of it.
 
     Args:
-        parts: of all ranks, as ``RankPart.described`` returns them.
+        parts: descriptions of all ranks.
     """
-    whole = joined(parts)
-    optimizer = whole["optimizer"]
-    return SavedState(
-        where,
-        keys,
-        read,
-        optimizer=None if optimizer is None else OptimizerState.model_validate(optimizer),
-        scheduler=whole["scheduler"],
-        progress=progress,
-    )
+    return SavedState(where, keys, read, Description.model_validate(joined(parts)), progress)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -50,14 +50,13 @@ class Saving:
         ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._target, self._rank, self._keep, self._timeout = target, rank, keep, timeout
-        description, self._ready = part.described(), ready
+        self._ready = ready
         self._good, self._given_up = threading.Event(), threading.Event()
         self._is_written, self._is_complete = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._lock = begin(target) if rank == 0 else None
-        self._thread = threading.Thread(
-            target=self._work, args=(part, description), name=f"anabranch save {target.folder}"
-        )
+        name = f"anabranch save {target.folder}"
+        self._thread = threading.Thread(target=self._work, args=(part,), name=name)
         self._thread.start()
 
     def confirm(self) -> None:
@@ -85,12 +84,12 @@ class Saving:
         """The step that is saved was a bad one, or the run has failed: it never gets its name."""
         self._given_up.set()
 
-    def _work(self, part: RankPart, description: Mapping[str, Any]) -> None:
+    def _work(self, part: RankPart) -> None:
         try:
             self._ready()
             if self._rank != 0:
                 self._wait_for(self._target.partial.is_dir)
-            write_part(self._target, self._rank, part, description)
+            write_part(self._target, self._rank, part)
             self._is_written.set()
             if self._lock is not None:
                 self._wait_for(self._all_parts)

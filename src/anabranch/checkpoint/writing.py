@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from torch import Tensor
 from anabranch.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
+    Description,
     Manifest,
-    OptimizerState,
-    Pretrained,
     Progress,
     dtype_name,
     file_checksum,
@@ -43,48 +42,36 @@ from anabranch.files.jsonfile import explain, write_document
 _PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
 
 
-@dataclass(frozen=True)
 class RankPart:
     """Part of a checkpoint that one rank saves.
 
     Attributes:
         tensors: keys as in the manifest.
-        optimizer: state of its optimizer besides tensors, of the names that it owns.
-        aliases: see ``Manifest``, from the first rank only; so are ``transient`` and
-            ``pretrained``.
-        frozen: parameters that are left out -> their fingerprint.
+        description: ``Description`` as JSON, as it was when the part was made.
+
+    Args:
+        rest: fields of ``Description``: of the optimizer those of the names that the rank owns;
+            ``aliases``, ``transient`` and ``pretrained`` from the first rank only.
+
+    Raises:
+        TrainingError: if something cannot be kept as JSON.
     """
 
-    tensors: Mapping[str, Tensor]
-    optimizer: OptimizerState | None = None
-    scheduler: Mapping[str, Any] | None = None
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    transient: Sequence[str] = ()
-    pretrained: Sequence[Pretrained] = ()
-    frozen: Mapping[str, int] = field(default_factory=dict)
-
-    def described(self) -> dict[str, Any]:
-        """All but the tensors, as it is now, for the manifest.
-
-        Raises:
-            TrainingError: if something cannot be kept as JSON.
-        """
-        description = {
-            "optimizer": None if self.optimizer is None else self.optimizer.model_dump(),
-            "scheduler": self.scheduler,
-            "aliases": dict(self.aliases),
-            "transient": list(self.transient),
-            "pretrained": [entry.model_dump() for entry in self.pretrained],
-            "frozen": dict(self.frozen),
-        }
+    def __init__(self, tensors: Mapping[str, Tensor], **rest: Any) -> None:
+        self.tensors = tensors
         try:
-            copied: dict[str, Any] = json.loads(json.dumps(description, allow_nan=False))
+            text = json.dumps(Description(**rest).model_dump(), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise TrainingError(
                 f"the state of the optimizer or the scheduler cannot be saved: {error}; a "
                 "checkpoint takes tensors, numbers, strings, and lists and mappings of them"
             ) from error
-        return copied
+        self.description: dict[str, Any] = json.loads(text)
+
+    @property
+    def listed(self) -> dict[str, list[Any]]:
+        """Key -> shape and name of the type, of each tensor."""
+        return {key: [list(t.shape), dtype_name(t.dtype)] for key, t in self.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -193,12 +180,8 @@ def _unlock(lock: int) -> None:
         os.close(lock)
 
 
-def write_part(target: Target, rank: int, part: RankPart, description: Mapping[str, Any]) -> None:
-    """Write what one rank owns; raises TrainingError if it cannot be stored.
-
-    Args:
-        description: what ``part.described()`` gave.
-    """
+def write_part(target: Target, rank: int, part: RankPart) -> None:
+    """Write what one rank owns; raises TrainingError if it cannot be stored."""
     file = target.file(rank)
     tensors = {key: _plain(tensor) for key, tensor in part.tensors.items()}
     where = {
@@ -209,7 +192,7 @@ def write_part(target: Target, rank: int, part: RankPart, description: Mapping[s
         save_file(tensors, file, {"checkpoint": target.id, "step": str(target.progress.step)})
         sync(file)
         written = {
-            **description,
+            **part.description,
             "tensors": where,
             "bytes": file.stat().st_size,
             "checksum": file_checksum(file),
@@ -256,7 +239,7 @@ def abandon(target: Target, lock: int) -> None:
 
 
 def joined(parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the parts of all ranks, as ``RankPart.described`` returns them."""
+    """Join the descriptions of the parts of all ranks."""
     states = [part["optimizer"] for part in parts if part["optimizer"] is not None]
     optimizer = None
     if states:
@@ -280,7 +263,7 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
     document = {
         "schema": SCHEMA,
         "id": target.id,
-        **asdict(target.progress),
+        **target.progress.model_dump(),
         "files": {name: part["bytes"] for name, part in parts.items()},
         "checksums": {name: part["checksum"] for name, part in parts.items()},
         "tensors": {key: entry for part in descriptions for key, entry in part["tensors"].items()},

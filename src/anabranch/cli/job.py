@@ -24,6 +24,7 @@ from anabranch.remembered import remembered
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
+    from anabranch.plans.stages import StageGraph
     from anabranch.profile.profile import Profile
     from anabranch.workload import Workload
 
@@ -62,12 +63,16 @@ class Job:
         if plan is None:
             cluster_to_plan_for(f"local:{local.num_devices}", calibrated=False)
         else:
-            source = replace(source, granularity=plan.granularity, rewrites=plan.rewrites)
+            planned = {
+                name: getattr(plan, name) for name in ("granularity", "rewrites", "precision")
+            }
+            source = replace(source, **planned)
         return Job(source, plan, local.device)
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
-        what = self.workload, powers_of_two(batch_size), self.captured
+        captured = self.captured.under_autocast(self.source.precision, self.device)
+        what = self.workload, powers_of_two(batch_size), captured
         time = partial(measured, *what, self.device, self.source.model)
         if self.device != CPU and "RANK" not in os.environ:
             from anabranch import launch
@@ -77,6 +82,13 @@ class Job:
             profile = time()
         self.profile = profile
         return profile
+
+    def prepare(self, graph: StageGraph) -> None:
+        """Make the programs of a plan's stages once, which forked ranks inherit."""
+        from anabranch.runtime.plan_parts import prepare
+
+        how = self.source.precision, self.device
+        prepare(self.captured, graph, self.workload, *how)
 
     def batch_size(self, local: LocalPlanSettings) -> int:
         """Samples of a batch: of the plan, if there is one; as asked for; or of the data."""

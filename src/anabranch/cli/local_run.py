@@ -45,7 +45,6 @@ def train_job(
     from anabranch.runtime.guards.heartbeat import default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
     from anabranch.runtime.guards.timeouts import TIMEOUTS
-    from anabranch.runtime.plan_parts import prepare
     from anabranch.training import train, train_async
 
     plan, saves, logs = job.plan, training.saves(), training.loggers()
@@ -54,12 +53,11 @@ def train_job(
     patience_s = None if options.get("compute", PLAIN).backend else training.timeout
     passed_on = "epochs resume weights save check_gradients check_batches evaluate_every"
     assert plan is not None
-    # Once here rather than in every rank: forked ranks inherit it.
-    prepare(job.captured, plan.stage_graph, job.workload)
+    job.prepare(plan.stage_graph)
     if is_async:
         order = order_of(plan, asynchronous_stages(plan), in_turns=options.get("round_robin"))
         if order.round_robin:
-            prepare(job.captured, order.for_turn(0, plan.stage_graph.batch_size), job.workload)
+            job.prepare(order.for_turn(0, plan.stage_graph.batch_size))
     elif (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
 

@@ -78,7 +78,6 @@ def surviving(
         predicted_s: those of the job's plan.
         record: called with the step and the reason of each recovery, as text.
     """
-    from anabranch.runtime.plan_parts import prepare
     from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
 
     def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan, float]:
@@ -89,7 +88,7 @@ def surviving(
         how = ""
         if ranks != len(job.plan.stage_graph.devices):
             predicted_s = fewer(ranks)
-            prepare(job.captured, job.plan.stage_graph, job.workload)
+            job.prepare(job.plan.stage_graph)
             how = f"; planned anew for {ranks} device{'s' if ranks > 1 else ''}"
         record(f"step {step}: {failure}{how}")
         return job.plan, predicted_s

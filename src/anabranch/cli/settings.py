@@ -19,7 +19,7 @@ from anabranch.cli.run_file import refuse_beside_plan
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode, Plan
 from anabranch.remembered import remembered
@@ -191,11 +191,18 @@ class EstimatedModelSettings(ModelSettings):
     """As ``ModelSettings``, of a model whose capture may be kept."""
 
     no_cache: NoCache = False
+    precision: Annotated[
+        Precision | None,
+        typer.Option(
+            help="Time and memory under autocast to bf16 or fp16, in which training by the plan "
+            "is then [default: fp32, or the profile file's]."
+        ),
+    ] = None
 
     @property
     def source(self) -> ModelSource:
         """The model to read or build."""
-        return replace(super().source, keep=not self.no_cache)
+        return replace(super().source, keep=not self.no_cache, precision=self.precision)
 
 
 @dataclass(frozen=True)
@@ -220,14 +227,18 @@ class OtherModelSettings:
         typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
     ] = None
     no_cache: NoCache = False
+    precision: Annotated[
+        Precision | None, typer.Option(help="Another autocast than the plan's, or fp32 for none.")
+    ] = None
 
     def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
         """The model that the user names, as in a plan if there is one."""
-        options = split_output(self.output)[0]
+        options, keep = split_output(self.output)[0], not self.no_cache
         if plan is None:
-            preset = self.preset or ModelSource.preset
-            return ModelSource(model, preset, options, keep=not self.no_cache)
-        return ModelSource.of_plan(plan, model, self.preset, options, keep=not self.no_cache)
+            source = ModelSource(model, self.preset or ModelSource.preset, options, keep=keep)
+        else:
+            source = ModelSource.of_plan(plan, model, self.preset, options, keep=keep)
+        return replace(source, precision=self.precision or source.precision)
 
 
 @dataclass(frozen=True)

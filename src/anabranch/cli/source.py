@@ -15,9 +15,9 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import announce, measured
-from anabranch.device.kinds import ACCELERATORS, CPU
+from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.errors import SearchStoppedError
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -38,6 +38,7 @@ class ModelSource:
 
     Attributes:
         rewrites: of the captured program, as text; see ``graph.rewrites``.
+        precision: of the autocast that costs are under; None for that of a profile file, or fp32.
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
         facts: for a JSON document, filled as the model is read: ``kept_capture``, if one is used.
         batch_size: samples that training would have at once, if a note is to say why it would
@@ -51,6 +52,7 @@ class ModelSource:
     keep: bool = True
     rewrites: tuple[str, ...] = ()
     batch_size: int | None = None
+    precision: Precision | None = None
     facts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
 
     @property
@@ -84,6 +86,7 @@ class ModelSource:
             plan.granularity,
             keep,
             plan.rewrites,
+            precision=None if plan.precision == "fp32" else plan.precision,  # as a profile has it
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
@@ -170,7 +173,13 @@ class ModelSource:
             raise typer.BadParameter("--optimizer is for --mode async")
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
-            return read_profile_file(self.model, self.options, device, samples), facts
+            profile = read_profile_file(self.model, self.options, device, samples)
+            if self.precision not in (None, profile.graph.precision):
+                raise typer.BadParameter(
+                    f"{self.model} is a profile in {profile.graph.precision}; for "
+                    f"{self.precision} make one with anabranch profile MODEL --precision"
+                )
+            return profile, facts
         if not times and _is_here(device):
             device = ANY_GPU
         counts = samples or powers_of_two(batch_size)
@@ -194,19 +203,21 @@ class ModelSource:
         self.facts["kept_capture"] = False
         if _is_here(device):
             workload = build()
-            return measured(workload, counts, self.capture(workload), device, self.model)
+            captured = self.capture(workload).under_autocast(self.precision, device.split(":")[0])
+            return measured(workload, counts, captured, device, self.model)
         from anabranch.files.capture_cache import estimated
 
         options = (f"{name}={value}" for name, value in sorted(self.options.items()))
+        how = self.granularity, *self.rewrites, str(self.precision)
         with self._capturing():
             return usage(
                 estimated,
                 self.model,
                 build,
-                self.capture,
+                lambda workload: self.capture(workload).under_autocast(self.precision, USUAL),
                 device,
                 counts,
-                settings=[self.preset, *options, self.granularity, *self.rewrites],
+                settings=[self.preset, *options, *how],
                 keep=self.keep,
                 on_kept=self._say_kept,
             )

@@ -18,7 +18,7 @@ from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.errors import meant
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Mode, Plan
 from anabranch.weights import WeightPolicy, policy_named
 
@@ -270,9 +270,12 @@ class ComputeSettings:
     """Arithmetic of stages and updates; ``ComputeOptions`` documents the keys."""
 
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"],
-        _computing(help="bf16 and fp16 run forwards under autocast; fp16 scales the loss."),
-    ] = "fp32"
+        Precision | None,
+        _computing(
+            help="bf16 and fp16 run forwards under autocast; fp16 scales the loss [default: the "
+            "plan's, or fp32]."
+        ),
+    ] = None
     backend: Annotated[
         str | None,
         _computing(

@@ -210,7 +210,7 @@ class Loader:
     ) -> Iterator[Any]:
         passed = sum(1 for _ in islice(order, start))
         if passed < start:
-            raise _too_short(start, epoch, passed)
+            raise too_short(start, epoch, passed)
         is_loader = isinstance(self.source, DataLoader)
         dataset = self.source.dataset if is_loader else self.source
         collate = self.source.collate_fn if is_loader else default_collate
@@ -262,7 +262,7 @@ class Loader:
                 batch = next(iterator, iterator)
             if batch is iterator:
                 if number < start:
-                    raise _too_short(start, epoch, number)
+                    raise too_short(start, epoch, number)
                 return
             if number >= start:
                 yield batch
@@ -344,7 +344,8 @@ def _has_transform(dataset: Any) -> bool:
     return isinstance(described, Mapping) and described.get("type") == "custom"
 
 
-def _too_short(start: int, epoch: int, passed: int) -> DataError:
+def too_short(start: int, epoch: int, passed: int) -> DataError:
+    """Return the error for data that ends before the batch at which training was."""
     return DataError(
         f"training was after batch {start} of epoch {epoch}, which now has only {passed}; resume "
         "with the data and the batch size that it was trained on"

@@ -13,11 +13,11 @@ plan and profile: nothing reads the content of a message, so a value is that man
 rank has no parameters, no loss and no optimizer.
 
 rehearsal     a run of some steps: what ``anabranch rehearse`` does
-emulation     plan, prices, order of messages and shared memory, made before the ranks are forked
+emulation     plan, prices, order of messages and shared memory, made before the ranks are forked;
+              stages without content, with messages of the right size
 pipeline      one rank
 clock         the time of a device, whatever the host is doing
 shared_links  memory that all ranks share: when messages arrive, until when links are busy
-stages        stages without content, with messages of the right size
 compute       passes and sums of gradients that take as long as they would
 transports    messages that take as long as on the cluster, or as they do on this machine
 

@@ -23,10 +23,8 @@ from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import Worker, executed
+from anabranch.runtime.worker import Worker
 from anabranch.timeline import Span, Timeline
-
-_CPU = torch.device("cpu")
 
 
 class EmulatedPipeline:
@@ -58,32 +56,25 @@ class EmulatedPipeline:
             self._links = EmulatedTransport(inner, self.rank, emulation, self._clock)
         with self._mesh.failure.reporting(self.close):
             self._sums = EmulatedSums(emulation, self._clock, self._mesh)
-            self._worker = self._make_worker()
-        graph, costs = emulation.plan.stage_graph, emulation.costs
-        device = self._mesh.device
+            graph, costs = emulation.plan.stage_graph, emulation.costs
+            device, schedule = self._mesh.device, emulation.schedule
+            layout, split = emulation.layout(device), schedule.split_stages
+            self._worker = Worker(
+                layout,
+                graph,
+                schedule,
+                device,
+                EmulatedCompute(layout, costs, self._clock, self._sums, split),
+                self._links,
+                graph.rank_of,
+                place=torch.device("cpu"),
+            )
         gathers = (work.gather_s for work in costs.all_reduces() if device in work.devices)
         self._update_s = sum(map(costs.update_s, graph.stages_of[device])) + sum(gathers)
-        actions = executed(emulation.schedule, graph, device)
-        self._passes = sum(action.kind.is_compute for action in actions)
+        self._passes = sum(action.kind.is_compute for action in self._worker.actions)
         self.timeline: Timeline | None = None
         self.device_step_s = self.runtime_s = self.late_s = 0.0
         self.step_number = 0
-
-    def _make_worker(self) -> Worker:
-        emulation, device = self._emulation, self._mesh.device
-        layout = emulation.layout(device)
-        return Worker(
-            layout,
-            emulation.plan.stage_graph,
-            emulation.schedule,
-            device,
-            EmulatedCompute(
-                layout, emulation.costs, self._clock, self._sums, emulation.schedule.split_stages
-            ),
-            self._links,
-            emulation.plan.stage_graph.rank_of,
-            place=_CPU,
-        )
 
     @property
     def rank(self) -> int:

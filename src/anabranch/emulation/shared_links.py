@@ -37,6 +37,9 @@ _PERIODS = 24
 
 _NEVER = -math.inf
 
+SENT, POSTED = 0, 1
+"""The ends of a message: it has been handed over, and its receive has been posted."""
+
 
 class SharedLinks:
     """Times of one step, in device seconds since it began; made before the ranks are forked.
@@ -75,21 +78,14 @@ class SharedLinks:
             for number, work in enumerate(self._sums):
                 self._gradients[number] = work.waits_for, 0.0
 
-    def sent(self, channel: Channel, number: int, at: float, route: Route, nbytes: int) -> None:
-        """Note that the n-th message of a channel has been handed over."""
-        self._meet(channel, number, 0, at, route, nbytes)
-
-    def posted(self, channel: Channel, number: int, at: float, route: Route, nbytes: int) -> None:
-        """Note that its receive has been posted."""
-        self._meet(channel, number, 1, at, route, nbytes)
-
     def arrival(self, channel: Channel, number: int) -> float:
         """Return the arrival time of a message whose both ends have come."""
         return float(self._messages[self._of_channel[channel]][number, 2])
 
-    def _meet(
+    def meet(
         self, channel: Channel, number: int, end: int, at: float, route: Route, nbytes: int
     ) -> None:
+        """Note one end of the n-th message of a channel: it is ``SENT``, or ``POSTED`` for."""
         message = self._messages[self._of_channel[channel]][number]
         with self._lock:
             message[end] = at

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
-from anabranch.emulation.shared_links import Channel, SharedLinks
+from anabranch.emulation.shared_links import POSTED, SENT, Channel
 from anabranch.runtime.transport import Receipt, Spec, Transport
 
 
@@ -37,70 +38,58 @@ class EmulatedTransport:
             self._inner.send(tensors, rank, tag)
             return
         self._clock.charge()
-        channel, nbytes = (self._rank, rank, tag), sum(tensor.nbytes for tensor in tensors)
-        route, now = self._emulation.route(self._rank, rank), self._clock.now
-        self._shared.sent(channel, self._next(channel), now, route, nbytes)
+        self._meet((self._rank, rank, tag), SENT, sum(tensor.nbytes for tensor in tensors))
         self._inner.send(tensors, rank, tag)
         self._clock.resume()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         if self._shared is None:
-            return _HostReceipt(self._inner.receive(specs, device, rank, tag), self._clock)
+            return _Receipt(self._inner.receive(specs, device, rank, tag), self._clock)
         self._clock.charge()
         channel = rank, self._rank, tag
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
-        number = self._next(channel)
-        route = self._emulation.route(rank, self._rank)
-        self._shared.posted(channel, number, self._clock.now, route, nbytes)
+        arrival = partial(self._shared.arrival, channel, self._meet(channel, POSTED, nbytes))
         receipt = self._inner.receive(specs, device, rank, tag)
         self._clock.resume()
-        return _ModelledReceipt(receipt, self._clock, self._shared, specs, channel, number)
+        return _Receipt(receipt, self._clock, arrival, specs)
 
-    def _next(self, channel: Channel) -> int:
+    def _meet(self, channel: Channel, end: int, nbytes: int) -> int:
+        """Note one end of the next message of a channel; return the number of the message."""
+        assert self._shared is not None
+        number, route = self._counts[channel], self._emulation.route(*channel[:2])
         self._counts[channel] += 1
-        return self._counts[channel] - 1
+        self._shared.meet(channel, number, end, self._clock.now, route, nbytes)
+        return number
 
     def settle(self) -> None:
         """See ``Transport``; what was sent is under way."""
 
     def flush(self) -> None:
-        if self._shared is None:
-            self._inner.flush()
-            return
-        self._clock.charge()
         self._inner.flush()
-        self._clock.resume()
 
     def close(self) -> None:
         self._inner.close()
 
 
 @dataclass(frozen=True)
-class _ModelledReceipt:
+class _Receipt:
+    """A receive; ``arrival`` returns when its message is there, None on links of this machine."""
+
     inner: Receipt
     clock: DeviceClock
-    shared: SharedLinks
-    specs: Sequence[Spec]
-    channel: Channel
-    number: int
+    arrival: Callable[[], float] | None = None
+    specs: Sequence[Spec] = ()
 
     def wait(self) -> list[Tensor]:
-        self.clock.charge()
-        # The sender notes the time before it sends, so whoever has the bytes can look it up.
-        self.inner.wait()
-        self.clock.meet(self.shared.arrival(self.channel, self.number))
-        self.clock.resume()
-        return [torch.empty((*shape[:1], 0), dtype=dtype) for shape, dtype in self.specs]
-
-
-@dataclass(frozen=True)
-class _HostReceipt:
-    inner: Receipt
-    clock: DeviceClock
-
-    def wait(self) -> list[Tensor]:
-        tensors = self.inner.wait()
-        self.clock.charge()
-        self.clock.catch_up()
+        if self.arrival is None:
+            tensors = self.inner.wait()
+            self.clock.charge()
+            self.clock.catch_up()
+        else:
+            self.clock.charge()
+            # The sender notes the time before it sends, so whoever has the bytes can look it up.
+            self.inner.wait()
+            self.clock.meet(self.arrival())
+            tensors = [torch.empty((*shape[:1], 0), dtype=dtype) for shape, dtype in self.specs]
         self.clock.resume()
         return tensors

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from anabranch.cluster import Calibration, Cluster, Level, Machine
 from anabranch.files.jsonfile import (
@@ -76,23 +76,6 @@ class _MachineEntry(Strict):
     torch: Text
 
 
-_RENAMED = {"send_s": "message_s", "microbatch_s": "pass_s", "sum_byte_s": "all_reduce_byte_s"}
-_DROPPED = {
-    *("receive_s", "receive_byte_s", "value_s", "leaf_s", "share_tensor_s", "share_byte_s"),
-    *("restarts", "restart_work_s", "crowded_s", "crowded_work_s", "cold_messages"),
-    *("small_slowdown", "sum_tensor_s", "send_byte_s", "message_byte_s"),
-}
-"""Keys of former calibrations, which nothing reads any more."""
-
-
-def _from_former(document: Any) -> Any:
-    """The document of a calibration of any version, with the keys of today."""
-    if not isinstance(document, dict):
-        return document
-    kept = {key: value for key, value in document.items() if key not in _DROPPED}
-    return {_RENAMED.get(key, key): value for key, value in kept.items()}
-
-
 class _CalibrationEntry(Strict):
     machine: _MachineEntry
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
@@ -117,7 +100,7 @@ class ClusterFile(Strict):
     memory_bytes: Annotated[int, Field(ge=1, le=LIMITS.size)]
     cores: Annotated[int, Field(ge=0, le=LIMITS.devices)] = 0
     levels: Annotated[list[_LevelEntry], Field(min_length=1, max_length=100)]
-    calibration: Annotated[_CalibrationEntry | None, BeforeValidator(_from_former)] = None
+    calibration: _CalibrationEntry | None = None
 
 
 def to_cluster(file: ClusterFile) -> Cluster:

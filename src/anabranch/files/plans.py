@@ -30,7 +30,7 @@ from anabranch.files.jsonfile import (
     save,
     validate,
 )
-from anabranch.graph.opgraph import Granularity, ModelSize
+from anabranch.graph.opgraph import Granularity, ModelSize, Precision
 from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
 from anabranch.plans.stages import MOST_MICROBATCHES, Stage, StageGraph
 from anabranch.schedule import asynchronous, rule_named
@@ -70,7 +70,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     user's own can be checked and simulated without that file; it is left out where the plan knows
     the name alone, as ``model_size`` is in a plan made by hand. ``mode`` and ``policy`` are keys of
     asynchronous plans only, ``round_robin``, ``shard_optimizer``, ``sparse_embeddings`` and
-    ``interrupted`` of those of which they are true.
+    ``interrupted`` of those of which they are true, ``precision`` of those for bf16 or fp16.
     """
     graph, machines, size = plan.stage_graph, plan.machines, plan.model_size
     document = document_fields(
@@ -95,7 +95,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 _SOMETIMES = (
     *("rewrites", "machines", "model_size", "mode", "policy", "round_robin", "shard_optimizer"),
-    *("sparse_embeddings", "interrupted", "predicted"),
+    *("sparse_embeddings", "interrupted", "predicted", "precision"),
 )
 """Keys of some plans only."""
 
@@ -167,6 +167,7 @@ class _PlanFile(Strict):
     options: dict[Text, Text] = Field(default_factory=dict)
     granularity: Granularity = "layer"
     rewrites: list[Text] = Field(default_factory=list)
+    precision: Precision = "fp32"
     device: Text = ""
     cluster: Text
     machines: ClusterFile | None = None

@@ -24,7 +24,16 @@ from anabranch.files.jsonfile import (
     save,
 )
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import BATCH, Granularity, LookupTable, Op, OpGraph, Parameter, Value
+from anabranch.graph.opgraph import (
+    BATCH,
+    Granularity,
+    LookupTable,
+    Op,
+    OpGraph,
+    Parameter,
+    Precision,
+    Value,
+)
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"
@@ -94,6 +103,7 @@ class _ProfileFile(Strict):
     normalised: list[Text] = Field(default_factory=list)
     stateful: list[Text] = Field(default_factory=list)
     rewrites: list[Text] = Field(default_factory=list)
+    precision: Precision = "fp32"
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool
@@ -102,7 +112,6 @@ class _ProfileFile(Strict):
     operators: list[_OperatorEntry]
     values: list[_ValueEntry]
     rewritable: list[Text] = Field(default_factory=list)
-    sharded: list[Any] = Field(default_factory=list)  # costs of tensor parallelism, unread
     update: _UpdateEntry | None = None
     read_sample_s: Seconds = 0.0
 
@@ -136,7 +145,6 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
             for op, cost in costs
         ],
         values=values,
-        sharded=[],
         update=update and document_fields(update, _UpdateEntry, brief=_UpdateEntry.model_fields),
         read_sample_s=profile.read_sample_s,
     )

@@ -10,7 +10,8 @@ a recorder below autocast, tells what is cast to which type::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,25 +20,60 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from anabranch.device import accelerator
+from anabranch.device.kinds import CPU
+
 _aten = torch.ops.aten
+HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""``Precision`` -> element type of autocast."""
+_CAST_VIEWS = _aten.einsum, _aten.scaled_dot_product_attention
+"""Operations in half precision that cast views of what they read, or by themselves as well."""
 _CAST_OPERATIONS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
 
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """One ``with torch.autocast(...)`` of the forward.
+    """One ``with torch.autocast(...)`` of the forward, or around all of it.
 
     Attributes:
         device_type, dtype: its arguments.
-        cast_parameters: (parameter, type) -> the call that casts it, once for all operations.
+        cast_parameters: (parameter, type, operator) -> the call that casts it, once for all calls;
+            for those of one operator where operators are known.
     """
 
     device_type: str
     dtype: torch.dtype
-    cast_parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    cast_parameters: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = field(default_factory=dict)
+    _known: dict[str, Sequence[torch.dtype | None] | None] = field(default_factory=dict)
 
     def casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
-        """Types to which autocast casts arguments of a call; None where it casts inside of it."""
+        """Types to which autocast casts arguments of a call; None where it casts inside of it.
+
+        They depend on types alone, so calls that have these alike are asked about once.
+        """
+        if getattr(target, "_schema", None) is None or target.overloadpacket in _CAST_OPERATIONS:
+            return {}
+        number = dict[fx.Node, str]()
+
+        def name(node: fx.Node) -> str:
+            value = node.meta["val"]
+            dtype = value.dtype if isinstance(value, torch.Tensor) else value
+            return number.setdefault(node, f"{len(number)} {dtype}")
+
+        key = f"{target} {fx.map_arg((args, kwargs), name)}"
+        if key not in self._known:
+            types: Mapping[fx.Node, torch.dtype] | None = {}
+            if self.device_type == CPU or accelerator.count(self.device_type):
+                types = self._casts(target, args, kwargs)
+            else:  # as far as it can be tried without the device
+                with suppress(RuntimeError, AssertionError):
+                    types = self._casts(target, args, kwargs) or {}
+            self._known[key] = None if types is None else [types.get(node) for node in number]
+        if (known := self._known[key]) is None:
+            return None
+        return {node: dtype for node, dtype in zip(number, known, strict=True) if dtype}
+
+    def _casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
         alike = dict[fx.Node, Any]()
 
         def like(node: fx.Node) -> Any:
@@ -47,27 +83,43 @@ class AutocastRegion:
                 alike[node] = torch.empty_like(value.detach(), device=self.device_type)
             return alike.get(node, value)
 
-        if getattr(target, "_schema", None) is None or target.overloadpacket in _CAST_OPERATIONS:
-            return {}
         values, options = fx.map_arg((args, kwargs), like)
         options = tree_map_only(torch.device, lambda _: torch.device(self.device_type), options)
-        inside = torch.autocast(self.device_type, self.dtype, cache_enabled=False)
-        with torch.no_grad(), inside, _CastRecorder() as casts:
+        with torch.no_grad(), self._autocast(), _CastRecorder() as casts:
             result = target(*values, **options)
         types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
-        if target.overloadpacket is _aten.einsum:  # casts views of what it reads
-            types = {
-                n: self.dtype for n, v in alike.items() if casts.types and v.is_floating_point()
-            }
-        elif len(types) < len(casts.types):
-            return None
+        casts_views = bool(casts.types) and target.overloadpacket in _CAST_VIEWS
+        if casts_views:
+            floats = (n for n, v in alike.items() if v.is_floating_point())
+            types = {n: self.dtype for n in floats if alike[n].dtype != self.dtype}
         cast = {id(alike[node]): alike[node].to(dtype) for node, dtype in types.items()}
         values, options = tree_map_only(
             torch.Tensor, lambda value: cast.get(id(value), value), (values, options)
         )
-        with torch.no_grad():
-            again = target(*values, **options)
-        return types if _types(result) == _types(again) else None
+        try:
+            with torch.no_grad(), _CastRecorder() as others:  # that the operation makes by itself
+                again = target(*values, **options)
+        except RuntimeError:  # it was not all of them
+            return None
+        arguments = {id(value) for value in alike.values()}
+        is_inside = casts.count_besides(arguments) > others.count_besides(arguments)
+        return None if (is_inside and not casts_views) or _types(result) != _types(again) else types
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """``torch.autocast`` without its cache, also of a device that is not here."""
+        kind = self.device_type
+        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, self.dtype)
+            torch.set_autocast_cache_enabled(False)
+            yield
+        finally:
+            torch.set_autocast_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
+            torch.set_autocast_cache_enabled(cached)
 
 
 def _types(result: Any) -> list[torch.dtype]:
@@ -81,6 +133,10 @@ class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.types: dict[int, torch.dtype] = {}
         self.alive: list[torch.Tensor] = []  # an identity is of one tensor at a time
+
+    def count_besides(self, known: Set[int]) -> int:
+        """Number of casts of tensors without these identities."""
+        return sum(id(tensor) not in known for tensor in self.alive)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

@@ -148,15 +148,11 @@ def _same_value(value: Any, kept: Any) -> bool:
     if value is kept:
         return True
     try:
-        both_nan = value != value and kept != kept
-        return both_nan or (type(value) is type(kept) and bool(_all(value == kept)))
+        both_nan, equal = value != value and kept != kept, value == kept
+        is_equal = equal.all() if hasattr(equal, "all") else equal  # of two arrays
+        return both_nan or (type(value) is type(kept) and bool(is_equal))
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def _all(equal: Any) -> Any:
-    """The comparison of two arrays as one truth."""
-    return equal.all() if hasattr(equal, "all") else equal
 
 
 def _shown(value: Any) -> str:

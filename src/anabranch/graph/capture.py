@@ -29,7 +29,7 @@ from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_c
 from anabranch.graph.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.group import FREE, Grouping, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
-from anabranch.graph.opgraph import Granularity, OpGraph
+from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_sites
@@ -219,6 +219,24 @@ class Captured:
         evaluation, so that the stages of a training plan cut it as well. Made once.
         """
         return self._again(self.layout, training=False) if self.training else self
+
+    @remembered
+    def under_autocast(self, precision: Precision | None, device_type: str) -> Captured:
+        """The same operators under ``torch.autocast`` around the whole forward, its casts as calls;
+        this one for ``fp32`` and None.
+
+        Args:
+            device_type: such as ``cuda``; autocast casts other operations on other devices.
+        """
+        if precision in (None, "fp32"):
+            return self
+        programs = self.programs.under_autocast(precision, device_type)
+        place = programs.exporter.device
+        program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
+        traits = CallTraits(program, other)
+        graph, calls, dims = build(self.module, traits, programs.grouping, self.training)
+        graph = replace(self.graph, values=graph.values, precision=precision)
+        return replace(self, graph=graph, programs=programs, value_calls=calls, batch_dims=dims)
 
     def like(self, example: Batch) -> Captured:
         """The same operators for batches with other sizes, such as shorter sequences. Made once.

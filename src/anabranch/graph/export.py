@@ -193,11 +193,14 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _watched(checkpoints: set[str]) -> Iterator[None]:
     """Refuse custom gradients, hooks, derivatives and transforms inside the forward; trace
-    checkpoints as plain calls, noted in ``checkpoints``.
+    checkpoints as plain calls, noted in ``checkpoints``, and ``weight.data`` as
+    ``weight.detach()``, which is the same memory: tracing makes a tensor without values of the
+    former, so reading it fails far from the line, and a write to it is dropped.
     """
     function, functions = torch.autograd.Function, torch.autograd.function
     before, has_setup = function.__dict__["apply"], functions._is_setup_context_defined
     plain = checkpoint._checkpoint_without_reentrant_generator
+    data: Any = torch.Tensor.data
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         where = user_frame(traceback.extract_stack())
@@ -226,6 +229,15 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         checkpoints.add(user_frame(traceback.extract_stack()))
         return plain(*args, **kwargs)
 
+    def read(tensor: Any) -> Any:
+        is_torchs = tracing.is_in_torch(sys._getframe(1))
+        return data.__get__(tensor) if is_torchs else tensor.detach()
+
+    def assign(tensor: Any, value: Any) -> None:
+        if not tracing.is_in_torch(sys._getframe(1)):
+            refuse_to_assign()
+        data.__set__(tensor, value)
+
     def refuse(what: str) -> Callable[..., Any]:
         def raise_error(*_: Any, **__: Any) -> Any:
             raise CaptureError(f"{user_frame(traceback.extract_stack())} {what}")
@@ -250,7 +262,12 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
         "as they are"
     )
+    refuse_to_assign = refuse(
+        "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
+        "(register_buffer) and change that in place (copy_)"
+    )
     patches = [
+        (torch.Tensor, "data", property(read, assign)),
         (function, "apply", classmethod(apply)),
         (functions, "_is_setup_context_defined", applies),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
@@ -262,11 +279,7 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         # Looks at values, which there are none of, only to raise.
         (Distribution, "_validate_args", False),
     ]
-    assign = refuse(
-        "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
-        "(register_buffer) and change that in place (copy_)"
-    )
-    with with_attributes(patches), tracing.data_as_detached(assign):
+    with with_attributes(patches):
         yield
 
 

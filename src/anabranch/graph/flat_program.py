@@ -18,6 +18,8 @@ from anabranch.graph.operations import BATCH_NORMS
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 APART = "apart"
 """Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
+IN_AUTOCAST = "in_autocast"
+"""Key of a node's ``meta`` if the model itself says how autocast treats it, or that it does not."""
 UNFOLDS = "unfolds"
 """Key of a node's ``meta`` if it is the view of a value that can be cut by samples."""
 
@@ -191,12 +193,17 @@ def insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a call before another one, of the same line and module, with its value."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
-    copied = {"nn_module_stack", "stack_trace"} & before.meta.keys()
-    node.meta |= {key: before.meta[key] for key in copied}
+    copy_origin(before, node)
     args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     with torch.enable_grad():
         set_value(node, target(*args, **kwargs))
     return node
+
+
+def copy_origin(source: fx.Node, node: fx.Node) -> None:
+    """Note that a call is of the line and module of another one, and under its autocast."""
+    copied = {"nn_module_stack", "stack_trace", IN_AUTOCAST} & source.meta.keys()
+    node.meta |= {key: source.meta[key] for key in copied}
 
 
 def storage(node: fx.Node) -> int | None:

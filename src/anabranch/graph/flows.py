@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
@@ -45,18 +45,18 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class StatisticUse:
-    """A call that reads a statistic.
+class Statistic:
+    """A value that is that of the whole batch in its slices.
 
     Attributes:
-        call: the reader.
-        argument: a value, or the name of the argument that has a number.
-        share: whether it divides a sum by it, which takes a slice's share of that of the batch.
+        position: of a node in the program.
+        argument: name of an argument of it that is a number; empty for its own value.
+        share: whether a sum is divided by it: a slice has its share of it, a sum over rows.
         axis: the samples of a value that has some.
     """
 
-    call: fx.Node
-    argument: fx.Node | str
+    position: int
+    argument: str = ""
     share: bool = False
     axis: SampleAxis | None = None
 
@@ -69,14 +69,14 @@ class SampleFlow:
         flows: of every value.
         coupling: calls that are right for the whole batch only, in order.
         normalised: calls that take statistics of the batch as batch normalisation does.
-        uses: calls that read statistics.
+        uses: calls that read statistics, each with one of them.
         assumed: names of unknown operators that the assumption was needed for.
     """
 
     flows: dict[fx.Node, Flow]
     coupling: tuple[fx.Node, ...]
     normalised: tuple[fx.Node, ...]
-    uses: tuple[StatisticUse, ...]
+    uses: tuple[tuple[fx.Node, Statistic], ...]
     assumed: tuple[str, ...]
 
 
@@ -85,16 +85,15 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
     value = flow.flows[loss]
     if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
-    shares = [use for use in flow.uses if use.share]
     # A number of Python's is that of the samples, not a count of what is in them.
-    counts = [use.call for use in shares if not isinstance(_divisor(use), int | float)]
+    counts = [
+        call
+        for call, statistic in flow.uses
+        if statistic.share and not isinstance(arguments(call).get(statistic.argument), int | float)
+    ]
     if above(counts, loss):
         return "weighted mean"
     return "sum" if value.kind == "sum" else "mean"
-
-
-def _divisor(use: StatisticUse) -> Any:
-    return arguments(use.call)[use.argument] if isinstance(use.argument, str) else use.argument
 
 
 def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anabranch.errors import CaptureError
 from anabranch.graph.autocast import AutocastRegion, region_of
@@ -32,9 +34,11 @@ from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
     CONSTANT,
+    IN_AUTOCAST,
     PARAMETER,
     FlatProgram,
     PlaceholderSource,
+    copy_origin,
     schema_name,
     set_value,
     written,
@@ -101,6 +105,35 @@ def lower(
         return builder.finish(samples, outputs)
 
 
+def with_casts(
+    program: FlatProgram, region: AutocastRegion, owners: Mapping[fx.Node, int]
+) -> tuple[FlatProgram, dict[fx.Node, int]]:
+    """A program under autocast, its casts as calls of their own, and the operator of every call.
+
+    Calls under an autocast of the model's own are as they were.
+
+    Args:
+        owners: operator of every call of the program.
+    """
+    builder = _ProgramBuilder(None)
+    builder.autocast = region
+    builder.constants |= program.constants
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.enable_grad():
+        for node, source in program.sources.items():
+            builder.placeholder(node, source, node.meta["val"])
+        for node in program.graph.nodes:
+            if node.op == "get_attr":
+                builder.env[node] = program.regions[str(node.target)]
+            elif node.op == "call_function":
+                builder.operator = owners[node]
+                builder.call(node)
+        cast = builder.finish(program.samples, [builder.env[node] for node in program.outputs])
+    for node, new in builder.env.items():
+        if isinstance(new, fx.Node):
+            new.meta |= {key: node.meta[key] for key in node.meta.keys() - new.meta.keys()}
+    return replace(cast, statistics=program.statistics), builder.owners
+
+
 def require_samples(exported: torch.export.ExportedProgram, samples: int) -> None:
     """Raise RefusedError if a program is not for that many samples."""
     known: dict[Any, int] = {}
@@ -143,6 +176,9 @@ class _ProgramBuilder:
         self.constants: dict[str, torch.Tensor] = {}
         self.regions: dict[str, nn.Module] = {}
         self.autocast: AutocastRegion | None = None
+        self.in_region = False  # of the model's own, also one that disables autocast
+        self.operator = 0
+        self.owners: dict[fx.Node, int] = {}  # call -> the operator that was current
 
     def placeholder(self, node: fx.Node, source: PlaceholderSource, like: torch.Tensor) -> None:
         if source not in self.by_source:
@@ -183,18 +219,20 @@ class _ProgramBuilder:
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             self.inline(node, bool(node.args[0]), node.args[1:])
             return
-        if node.target is torch.ops.higher_order.wrap_with_autocast:
+        is_settled = IN_AUTOCAST in node.meta
+        if node.target is torch.ops.higher_order.wrap_with_autocast and not is_settled:
             device_type, dtype, enabled, *_ = node.args
             region = AutocastRegion(str(device_type), dtype)  # type: ignore[arg-type]
-            outside, self.autocast = self.autocast, region if enabled else None
+            outside = self.autocast, self.in_region
+            self.autocast, self.in_region = region if enabled else None, True
             self.inline(node, True, node.args[4:])
-            self.autocast = outside
+            self.autocast, self.in_region = outside
             return
         args: Any = map_aggregate(node.args, self.operand)
         kwargs: Any = map_aggregate(node.kwargs, self.operand)
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.env[node] = args[0][args[1]]
-        elif self.autocast is None:
+        elif self.autocast is None or is_settled:
             self.env[node] = self.made(node, node.target, args, kwargs, name=node.name)
         else:
             self.env[node] = self.cast(self.autocast, node, args, kwargs)
@@ -208,21 +246,29 @@ class _ProgramBuilder:
             target = torch.ops.higher_order.wrap_with_autocast
             several = self.made(node, target, (*fixed, body, *inputs), {})
             return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
-        cast = dict[fx.Node, fx.Node]()
-        for source, dtype in types.items():
-            call = region.cast_parameters.get((source, dtype))
-            cast[source] = call or self.made(node, _aten.to.dtype, (source, dtype), {})
+
+        def operand(source: Any) -> Any:
+            dtype = types.get(source) if isinstance(source, fx.Node) else None
+            if dtype is None:
+                return source
+            key = source, dtype, self.operator
+            call = region.cast_parameters.get(key)
+            call = call or self.made(node, _aten.to.dtype, (source, dtype), {})
             if source.op == "placeholder" and source.meta["val"].requires_grad:
-                region.cast_parameters[source, dtype] = cast[source]
-        args, kwargs = fx.map_arg((args, kwargs), lambda source: cast.get(source, source))
+                region.cast_parameters[key] = call
+            return call
+
+        leaves, spec = tree_flatten((args, kwargs))
+        # Autocast begins with the last; in that order gradients of several uses are added.
+        args, kwargs = tree_unflatten([operand(leaf) for leaf in leaves[::-1]][::-1], spec)
         return self.made(node, node.target, args, kwargs, name=node.name)
 
     def made(
         self, like: fx.Node, target: Any, args: Any, kwargs: Any, *, name: str | None = None
     ) -> Any:
         """A new call with its value, or a number that is known without the data."""
-        if (written := self.written(like, target, args, kwargs)) is not None:
-            return written
+        if (shared := self.written(like, target, args, kwargs)) is not None:
+            return shared
         values, options = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
         try:
             value = target(*values, **options)
@@ -237,9 +283,16 @@ class _ProgramBuilder:
             return value
         args = map_aggregate(args, self.region)
         new = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        copied = {"nn_module_stack", "stack_trace"} & like.meta.keys()
-        new.meta |= {key: like.meta[key] for key in copied}
+        copy_origin(like, new)
+        if self.in_region:
+            new.meta[IN_AUTOCAST] = True
+        self.owners[new] = self.operator
         set_value(new, value)
+        returns = target._schema.returns if hasattr(target, "_schema") else ()
+        if [bool(r.alias_info and r.alias_info.is_write) for r in returns] == [True]:
+            # One tensor has one name at a time: who reads x after relu_(x) reads the result.
+            for changed in (node for node in written(new) if node.op != "placeholder"):
+                self.env |= {node: new for node, held in self.env.items() if held is changed}
         return new
 
     def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
@@ -319,24 +372,8 @@ class _ProgramBuilder:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 first.prepend(node)
-        _follow_writes(self.graph)
         sources = {node: source for source, node in self.by_source.items()}
         program = FlatProgram(samples, self.graph, sources, self.constants, self.regions)
         program.drop_dead()
         self.graph.lint()
         return program
-
-
-def _follow_writes(graph: fx.Graph) -> None:
-    """Let who reads x after ``relu_(x)`` read the result: one tensor has one name at a time."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        returns = list(schema.returns) if schema is not None else []
-        alias = returns[0].alias_info if len(returns) == 1 else None
-        if alias is None or not alias.is_write:
-            continue
-        for target in written(node):
-            if target.op != "placeholder":
-                for user in [u for u in target.users if position[u] > position[node]]:
-                    user.replace_input_with(target, node)

@@ -22,6 +22,8 @@ from typing import Literal
 from anabranch.graph.loss_kinds import LossKind
 
 Granularity = Literal["operator", "layer", "block"]
+Precision = Literal["fp32", "bf16", "fp16"]
+"""``torch.autocast`` around the forward: to bfloat16, to float16, or none."""
 
 BATCH = -1
 """The producer of a value that is part of the batch: it is at hand on every device, never sent."""
@@ -109,7 +111,8 @@ class OpGraph:
     ``stateful`` are other buffers and frozen parameters that a forward in training changes.
     ``rewrites`` are those of the program (``graph.rewrites``), with their sites; ``rewritable``
     are names of others that it has sites for. ``whole_parameters``: the optimizer is not known to
-    work on each element alone, so that none may cut a parameter.
+    work on each element alone, so that none may cut a parameter. ``precision``: values are those
+    under this autocast.
 
     Raises:
         ValueError: if a name occurs twice, a value runs against the order, a parameter is unknown.
@@ -126,6 +129,7 @@ class OpGraph:
     rewrites: tuple[str, ...] = field(default=(), compare=False)
     rewritable: tuple[str, ...] = field(default=(), compare=False)
     whole_parameters: bool = field(default=False, compare=False)
+    precision: Precision = field(default="fp32", compare=False)
 
     def __post_init__(self) -> None:
         if not self.ops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.device import accelerator
 from anabranch.errors import CaptureError
+from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.call_traits import arguments, is_size
 from anabranch.graph.exporter import Exporter, place_of
@@ -26,7 +28,9 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
+from anabranch.graph.lowering import with_casts
 from anabranch.graph.module_state import device_of
+from anabranch.graph.opgraph import Precision
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
@@ -139,6 +143,10 @@ class Programs:
             self._made[samples, place] = unfold(program, self.folded)
         return self._made[samples, place]
 
+    def under_autocast(self, precision: Precision, device_type: str) -> Programs:
+        """The same programs under autocast, its casts with the operators that read them."""
+        return _CastPrograms(self, AutocastRegion(device_type, HALF[precision]))
+
     @remembered
     def require_alike(self, samples: int) -> None:
         """Raise CaptureError if the module does something else with a whole batch of so many
@@ -211,10 +219,9 @@ class Programs:
         if place.type == "meta":
             like = [node.meta["val"] for node in program.outputs]
             values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
-            return {**tensors, **self._whole_batch.rows(values, samples)}
-
-        run = self.run(program, tensors, place)
-        return {**tensors, **self._whole_batch.rows(run, samples)}
+        else:
+            values = self.run(program, tensors, place)
+        return {**tensors, **self._whole_batch.rows(values, samples)}
 
     def run(
         self,
@@ -257,6 +264,27 @@ class Programs:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
         return True
+
+
+class _CastPrograms(Programs):
+    """Programs under autocast."""
+
+    def __init__(self, plain: Programs, region: AutocastRegion) -> None:
+        self.__dict__ |= plain.__dict__
+        self._plain, self._region = plain, region
+        example, owners = self._cast(plain.example)
+        self._made = {(plain.samples, plain.exporter.device): example}
+        self.grouping = replace(plain.grouping, owners=tuple(owners))
+
+    def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
+        place = torch.device(device) if device is not None else self.device
+        if (samples, place) not in self._made:
+            self._made[samples, place], _ = self._cast(self._plain.at(samples, device=place))
+        return self._made[samples, place]
+
+    def _cast(self, program: FlatProgram) -> tuple[FlatProgram, list[int]]:
+        cast, owners = with_casts(program, self._region, self._plain.owners(program))
+        return cast, [owners[call] for call in cast.calls]
 
 
 def _counted(samples: int) -> str:

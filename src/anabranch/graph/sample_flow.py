@@ -50,7 +50,7 @@ from anabranch.graph.flat_program import (
     upstream,
     written,
 )
-from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
+from anabranch.graph.flows import Assumption, Flow, SampleFlow, Statistic
 from anabranch.graph.sample_axis import (
     PAIRS,
     RAGGED,
@@ -84,7 +84,8 @@ class _Follower:
         self.flows: dict[fx.Node, Flow] = {}
         self.coupling: list[fx.Node] = []
         self.normalised: list[fx.Node] = []
-        self.uses: list[StatisticUse] = []
+        self.position = {node: i for i, node in enumerate(program.graph.nodes)}
+        self.uses: list[tuple[fx.Node, Statistic]] = []
         self.assumed: list[str] = []
         self.rearranged: set[fx.Node] = set()
         self.before_loss = set(upstream(program.outputs[:1]))
@@ -200,7 +201,7 @@ class _Follower:
 
     def together(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
         """The flow of a value that the whole batch tells alone: put in where it is known."""
-        self.uses = [use for use in self.uses if use.call is not node]
+        self.uses = [use for use in self.uses if use[0] is not node]
         if known and not axis.trouble:
             return Flow("statistic")
         if known:
@@ -309,7 +310,7 @@ class _Follower:
             axis = self.axes[source] if self.has_rows(source) else None
             is_place = is_integer(node) and is_integer(source)
             if axis is None or not (is_place or is_index(node, source, self.axes)):
-                self.uses.append(StatisticUse(node, source, share, axis))
+                self.uses.append((node, Statistic(self.position[source], "", share, axis)))
         numbers = self.changed(node)
         for name, value in arguments(node).items():
             is_read = isinstance(value, fx.Node) and self.flows[value].kind == "statistic"
@@ -317,7 +318,7 @@ class _Follower:
                 if is_size(node, name):
                     return False
                 numbers[name] = value, value
-        self.uses += [StatisticUse(node, name, share) for name in numbers]
+        self.uses += [(node, Statistic(self.position[node], name, share)) for name in numbers]
         return all(with_tensor(node, name) for name in numbers)
 
     def changed(self, node: fx.Node) -> dict[str, tuple[Any, Any]]:
@@ -404,8 +405,5 @@ def _is_zero(value: Any) -> bool:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    return _is_number(a) and _is_number(b) and a != b and not math.isnan(a)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    are_numbers = all(type(value) in (int, float) for value in (a, b))
+    return are_numbers and a != b and not math.isnan(a)

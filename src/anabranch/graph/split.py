@@ -34,6 +34,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram, gradient_strides
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
+from anabranch.graph.opgraph import Precision
 from anabranch.graph.ports import Port, PortMap, TiedUse, Use, node_arguments
 from anabranch.remembered import remembered
 
@@ -128,6 +129,11 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
+
+    def under_autocast(self, precision: Precision | None, device_type: str) -> Split:
+        """The same stages under autocast, see ``Captured.under_autocast``."""
+        captured = self.captured.under_autocast(precision, device_type)
+        return Split(captured, self.stage_of, self.num_stages, self.exact)
 
     @property
     def ports(self) -> tuple[Port, ...]:

@@ -1,9 +1,9 @@
 """Patches of PyTorch and of libraries while a forward is traced.
 
-Checks of the data that do nothing but raise are left out (``without_raising_guards``),
-``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), what is computed without
-gradients is detached (``NoGradDetached``), and library code that tracing cannot follow is replaced
-by code with the same values (``library_rules``, and ``multimodal`` for its own models).
+Checks of the data that do nothing but raise are left out (``without_raising_guards``), what is
+computed without gradients is detached (``NoGradDetached``), and library code that tracing cannot
+follow is replaced by code with the same values (``library_rules``, and ``multimodal`` for its own
+models).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
         return passing
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
-        if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
+        if isinstance(tensor, FakeTensor) and not is_in_torch(sys._getframe(1)):
             chosen = _constant_truth(tensor)
             if chosen is None:
                 chosen = truth(sys._getframe(1), tensor)
@@ -99,7 +99,7 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
         if frame.f_code is number_truth:  # of rows.numel() without a comparison
             frame = sys._getframe(2)
         if _depends_on_data(symbol):
-            if not _is_in_torch(frame):
+            if not is_in_torch(frame):
                 chosen = truth(frame, symbol)
             elif frame.f_code.co_filename.startswith(_KERNELS):
                 chosen = guard_or_false(symbol)
@@ -113,7 +113,7 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
 
     def length(tensor: torch.Tensor) -> int:
         one = None
-        if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
+        if isinstance(tensor, FakeTensor) and not is_in_torch(sys._getframe(1)):
             one = selections.length(sys._getframe(1), tensor)
         return int(plain_length(tensor)) if one is None else one
 
@@ -146,7 +146,8 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
             selections.forget()
 
 
-def _is_in_torch(frame: FrameType) -> bool:
+def is_in_torch(frame: FrameType) -> bool:
+    """True for code of PyTorch's own."""
     return frame.f_code.co_filename.startswith(TORCH)
 
 
@@ -202,33 +203,6 @@ def _computed(calls: list[fx.Node], times: int) -> torch.Tensor:
             values[node] = call(*args, **kwargs)
     result: torch.Tensor = values[calls[-1]]
     return result
-
-
-@contextlib.contextmanager
-def data_as_detached(refuse: Callable[[], Any]) -> Iterator[None]:
-    """Inside, code that is not PyTorch's reads ``tensor.detach()`` as ``tensor.data``; ``refuse``
-    is called where it assigns to it.
-
-    Tracing makes a tensor without values of what ``weight.data`` is, so reading it fails far from
-    the line, and a write to it is dropped. ``weight.detach()`` is the same memory, and traced.
-    """
-    tensors: Any = torch.Tensor
-    plain: Any = tensors.data
-
-    def read(tensor: Any) -> Any:
-        return plain.__get__(tensor) if _asked_by_torch() else tensor.detach()
-
-    def assign(tensor: Any, value: Any) -> None:
-        if not _asked_by_torch():
-            refuse()
-        plain.__set__(tensor, value)
-
-    with with_attributes([(tensors, "data", property(read, assign))]):
-        yield
-
-
-def _asked_by_torch() -> bool:
-    return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
 class NoGradDetached(TorchFunctionMode):

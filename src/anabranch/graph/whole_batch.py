@@ -46,9 +46,8 @@ from anabranch.graph.flat_program import (
     upstream,
     written,
 )
-from anabranch.graph.flows import SampleFlow, above
+from anabranch.graph.flows import SampleFlow, Statistic, above
 from anabranch.graph.operations import COUNTS
-from anabranch.graph.sample_axis import SampleAxis
 
 WHOLE_BATCH_LOSS = "whole_batch_loss"
 """Path of the calls that read rows, and the name of their operator."""
@@ -140,23 +139,6 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
         node.meta[APART] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Statistic:
-    """A value that is that of the whole batch in its slices.
-
-    Attributes:
-        position: of a node in the program.
-        argument: name of an argument of it that is a number; empty for its own value.
-        share: whether a slice has its share of it, a sum over rows.
-        axis: the samples of a value that has some.
-    """
-
-    position: int
-    argument: str
-    share: bool
-    axis: SampleAxis | None
-
-
 @dataclass(frozen=True)
 class WholeBatch:
     """Calls that read statistics, by positions in the program, equal for any number of samples.
@@ -175,14 +157,9 @@ class WholeBatch:
     def of(program: FlatProgram, flow: SampleFlow) -> WholeBatch:
         """The statistics of the whole batch that a program reads."""
         position = {node: i for i, node in enumerate(program.graph.nodes)}
-        numbers: dict[Statistic, int] = {}
-        uses = []
-        for use in flow.uses:
-            read = use.argument
-            node, name = (use.call, read) if isinstance(read, str) else (read, "")
-            key = Statistic(position[node], name, use.share, use.axis)
-            uses.append((position[use.call], numbers.setdefault(key, len(numbers))))
-        return WholeBatch(tuple(numbers), tuple(uses), batch_sums(program, flow))
+        statistics = tuple(dict.fromkeys(statistic for _, statistic in flow.uses))
+        uses = ((position[call], statistics.index(statistic)) for call, statistic in flow.uses)
+        return WholeBatch(statistics, tuple(uses), batch_sums(program, flow))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.graph.opgraph import ModelSize, OpGraph
+from anabranch.graph.opgraph import ModelSize, OpGraph, Precision
 from anabranch.plans.stages import StageGraph
 
 Mode = Literal["sync", "async"]
@@ -201,6 +201,7 @@ class Plan:
         model_size: size of the planned model; None for a plan made by hand.
         interrupted: the search was ended by Ctrl-C.
         rewrites: rewrites of the captured program, with their sites; see ``graph.rewrites``.
+        precision: autocast that its costs are under, which training has by default.
     """
 
     stage_graph: StageGraph
@@ -226,6 +227,7 @@ class Plan:
     model_size: ModelSize | None = None
     interrupted: bool = False
     rewrites: tuple[str, ...] = ()
+    precision: Precision = "fp32"
 
     @property
     def figures(self) -> Prediction:
@@ -253,6 +255,8 @@ class Plan:
     def other_model(self, graph: OpGraph) -> str:
         """Return a warning if the plan was made for a model of another size, else an empty text."""
         planned, size = self.model_size, ModelSize.of(graph)
+        if planned is not None and graph.precision != self.precision:  # values have other sizes
+            size = replace(size, value_bytes=planned.value_bytes)
         if planned is None or planned == size:
             return ""
         sizes = (

@@ -177,6 +177,7 @@ class Profile:
     def origin(self) -> str:
         """One line for every output that rests on this profile."""
         how = f"{self.source}, {self.device}, at {', '.join(map(str, self.samples))} samples"
+        how += f", in {self.graph.precision}" * (self.graph.precision != "fp32")
         return f"{how}; taken as proportional to samples" if self.proportional else how
 
 

@@ -7,7 +7,6 @@ overlap), an arrow per message, a counter for memory. Times are microseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
 from typing import Any, TypeVar
 
 from anabranch.plans.stages import StageGraph
@@ -18,16 +17,11 @@ from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 Event = dict[str, Any]
 
 
-class Thread(IntEnum):
-    """Number of the first thread of each kind of event in the process of a device.
-
-    Computes and all-reduces that overlap get further threads, 1000 apart.
-    """
-
-    COMPUTE = 1
-    ALL_REDUCE = 2
-    MESSAGES = 3
-
+COMPUTE, ALL_REDUCE, MESSAGES = 1, 2, 3
+"""Number of the first thread of each kind of event in the process of a device; computes and
+all-reduces that overlap get further threads, 1000 apart.
+"""
+_THREADS = {COMPUTE: "compute", ALL_REDUCE: "all-reduce"}
 
 _Timed = TypeVar("_Timed", Span, SumSpan)
 
@@ -37,17 +31,17 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     events: list[Event] = []
     placed: list[tuple[Span, int]] = []
     for order, row in enumerate(lanes.rows(timeline, graph)):
-        here = [(span, Thread.COMPUTE + 1000 * n) for span, n in _without_overlap(row.computes)]
-        here += [(span, Thread.MESSAGES + n) for span, n in _without_overlap(row.messages)]
-        summing = [(span, Thread.ALL_REDUCE + 1000 * n) for span, n in _without_overlap(row.sums)]
-        threads = {int(Thread.COMPUTE), *(t for _, t in here), *(t for _, t in summing)}
+        here = [(span, COMPUTE + 1000 * n) for span, n in _without_overlap(row.computes)]
+        here += [(span, MESSAGES + n) for span, n in _without_overlap(row.messages)]
+        summing = [(span, ALL_REDUCE + 1000 * n) for span, n in _without_overlap(row.sums)]
+        threads = {COMPUTE, *(t for _, t in here), *(t for _, t in summing)}
         events += _metadata(row, order, sorted(threads))
         for span, thread in summing:
             facts = {"stages": list(span.stages), "bytes": span.nbytes}
             events.append(_complete(span, thread, "all-reduce", "all-reduce", facts))
         for update in row.updates:
             name = lanes.UPDATES[update.what]
-            events.append(_complete(update, Thread.COMPUTE, name, "update", {}))
+            events.append(_complete(update, COMPUTE, name, "update", {}))
         placed += here
     events += [_slice(span, thread, graph) for span, thread in placed]
     events += _flows(timeline, dict(placed))
@@ -67,9 +61,6 @@ def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
         free_at[lane] = span.end
         placed.append((span, lane))
     return placed
-
-
-_THREADS: Mapping[int, str] = {Thread.COMPUTE: "compute", Thread.ALL_REDUCE: "all-reduce"}
 
 
 def _metadata(row: lanes.DeviceRow, order: int, threads: Iterable[int]) -> list[Event]:
@@ -107,7 +98,7 @@ def _complete(
     return {
         "ph": "X",
         "pid": span.device,
-        "tid": int(thread),
+        "tid": thread,
         "name": name,
         "cat": category,
         "ts": span.start * 1e6,

@@ -84,6 +84,8 @@ def assign(
     graph = plan.stage_graph
     if compute.sparse_embeddings is None:
         compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
+    if compute.precision is None:
+        compute = replace(compute, precision=plan.precision)
     captured = captured or captured_for(workload, plan)
     buckets_of(captured, workload)
     module = captured.module
@@ -97,7 +99,7 @@ def assign(
         require_constants(captured, place)
     parts = parts_of(captured, plan, exact=exact)
     if exact:
-        require_exact(compute, parts)
+        require_exact(compute, captured.graph)
     job, holders = replace(workload, module=module), Holders.of(parts, graph)
     if goes_on:  # ranks get back row by row what they have forgotten
         for parameter in module.parameters():

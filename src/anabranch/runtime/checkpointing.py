@@ -15,7 +15,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Checkpoint, Progress, RankPart
-from anabranch.checkpoint.manifest import dtype_name
 from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
 from anabranch.checkpoint.saving import Saving
@@ -147,7 +146,7 @@ class Checkpointing:
         with self.failing(), POSITION.doing(Phase.MOVE):
             part = self.state.part({}, copies=None)
             # The feed goes on by itself.
-            progress = replace(self.progress(), data=None)
+            progress = self.progress().model_copy(update={"data": None})
             readers = {key: holders.readers(key, self._mesh.size) for key in part.tensors}
             moved = move(part, readers, progress, self._mesh)
         self.state.forget_training()
@@ -172,15 +171,15 @@ class Checkpointing:
         """Return where training is."""
         feed, scale = self.feed, self.workers.loss_scale
         return Progress(
-            feed.step_number,
-            feed.epoch,
-            feed.position,
-            self.workers.seed,
-            None if scale is None else scale.scale,
-            0 if scale is None else scale.streak,
-            self._loader_state(),
-            self._batch_size,
-            self.accumulate,
+            step=feed.step_number,
+            epoch=feed.epoch,
+            position=feed.position,
+            seed=self.workers.seed,
+            loss_scale=None if scale is None else scale.scale,
+            loss_streak=0 if scale is None else scale.streak,
+            data=self._loader_state(),
+            batch_size=self._batch_size,
+            accumulate=self.accumulate,
         )
 
     def _loader_state(self) -> dict[str, Any] | None:
@@ -250,12 +249,8 @@ def move(
         readers: ranks that need each tensor of the part.
         progress: where training is, the same on every rank.
     """
-    listed = {
-        key: [list(tensor.shape), dtype_name(tensor.dtype), list(readers[key])]
-        for key, tensor in part.tensors.items()
-    }
-    described = {**part.described(), "tensors": listed}
-    documents = texts.gather(described, mesh.all_gather_bytes)
+    listed = {key: [*entry, list(readers[key])] for key, entry in part.listed.items()}
+    documents = texts.gather({**part.description, "tensors": listed}, mesh.all_gather_bytes)
     everything = sorted(
         (key, owner, *entry)
         for owner, document in enumerate(documents)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress
-from anabranch.data.loaders import Loader, TensorTypes, is_unread
+from anabranch.data.loaders import Loader, TensorTypes, is_unread, too_short
 from anabranch.errors import AnabranchError, DataError, LoaderError, placed
 from anabranch.graph.batch_layout import type_text
 from anabranch.graph.capture import Captured
@@ -78,10 +78,7 @@ class DataFeed:
             if count == 0:
                 raise DataError(f"epoch {self.epoch} of the data has no batches")
             if count < skip:
-                raise DataError(
-                    f"training was after batch {skip} of epoch {self.epoch}, which now has only "
-                    f"{count}; resume with the data and the batch size that it was trained on"
-                )
+                raise too_short(skip, self.epoch, count)
             self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
     def batches_left(self, epochs: int) -> int | None:

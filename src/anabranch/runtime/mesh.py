@@ -108,7 +108,9 @@ class Mesh:
             for group in self._on_gpus:
                 connect(group, place)
             if self.backend == "nccl":
-                self._connect_notices()
+                # What ranks tell each other by before they give their devices anything.
+                self._notices = HostNotices(*self._host_connections(_FOREVER_S))
+                self._handshake = Handshake(self.rank, self._notices, timeout)
                 self._sums = DeviceSums(self._meeting, DeviceStreams(place))
             self.barrier()
 
@@ -179,11 +181,6 @@ class Mesh:
         if host is not None:
             host.otherwise = remote
         return host, remote
-
-    def _connect_notices(self) -> None:
-        """Make what ranks tell each other by before they give their devices anything."""
-        self._notices = HostNotices(*self._host_connections(_FOREVER_S))
-        self._handshake = Handshake(self.rank, self._notices, self._timeout)
 
     def _meeting(self, ranks: Ranks) -> AbstractContextManager[None]:
         assert self._handshake is not None

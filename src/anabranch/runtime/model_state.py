@@ -10,8 +10,8 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -251,15 +251,14 @@ class ModelState:
             TrainingError: if the optimizer has what cannot be saved.
         """
         self.share_buffers()
-        part = self._own_part(further, without)
-        if copies is None:
-            return part
-        for key, tensor in part.tensors.items():
-            if key not in copies or copies[key].shape != tensor.shape:
-                # To pinned memory a device copies while the host goes on.
-                copies[key] = accelerator.host_like(tensor)
-            copies[key].copy_(tensor.detach(), non_blocking=True)
-        return replace(part, tensors={key: copies[key] for key in part.tensors})
+        tensors, rest = self._own_part(further, without)
+        if copies is not None:
+            for key, tensor in tensors.items():
+                if key not in copies or copies[key].shape != tensor.shape:
+                    # To pinned memory a device copies while the host goes on.
+                    copies[key] = accelerator.host_like(tensor)
+                tensors[key] = copies[key].copy_(tensor.detach(), non_blocking=True)
+        return RankPart(tensors, **rest)
 
     @property
     def constants(self) -> list[str]:
@@ -270,27 +269,25 @@ class ModelState:
         named = self._module.named_parameters()
         return [n for n, p in named if not p.requires_grad and n not in changed]
 
-    def _own_part(self, further: Mapping[str, Tensor], without: Collection[str]) -> RankPart:
+    def _own_part(
+        self, further: Mapping[str, Tensor], without: Collection[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         saved = {name: tensor for name, tensor in self._tensors().items() if self._saves(name)}
         left_out = {name: saved.pop(name) for name in without if name in saved}
         tensors = {f"model/{name}": tensor for name, tensor in saved.items()}
         tensors |= {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
-        part = RankPart(tensors, frozen={n: fingerprint(t) for n, t in left_out.items()})
+        rest: dict[str, Any] = {"frozen": {n: fingerprint(t) for n, t in left_out.items()}}
         if self._mesh.rank == 0:
-            aliases, transient = listed_names(self._module)
-            pretrained = pretrained_in(self._module)
-            part = replace(part, aliases=aliases, transient=transient, pretrained=pretrained)
-        if self.optimizer is None:
-            return part
-        names = self._names()
-        owned = {names[id(p)] for n, p in self.updated.items() if n in self._rows or self._saves(n)}
-        own, state = optimizer_part(self.optimizer, names, owned)
-        return replace(
-            part,
-            tensors=tensors | own,
-            optimizer=state,
-            scheduler=self.scheduler.state_dict() if self.scheduler is not None else None,
-        )
+            rest["aliases"], rest["transient"] = listed_names(self._module)
+            rest["pretrained"] = pretrained_in(self._module)
+        if self.optimizer is not None:
+            names, held = self._names(), self.updated.items()
+            owned = {names[id(p)] for n, p in held if n in self._rows or self._saves(n)}
+            own, rest["optimizer"] = optimizer_part(self.optimizer, names, owned)
+            tensors |= own
+        if self.scheduler is not None:
+            rest["scheduler"] = self.scheduler.state_dict()
+        return tensors, rest
 
     def _names(self) -> dict[int, str]:
         """Names of parameters and shards in checkpoints, by their ``id``."""

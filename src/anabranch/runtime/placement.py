@@ -70,14 +70,12 @@ def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
 
 
 class Fetched:
-    """Numbers of a device on their way to the host, with one copy for all of them."""
+    """Numbers of a device, at least one, on their way to the host, with one copy for them all."""
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
-        self._host, self._arrived = torch.empty(0), None
-        if numbers:
-            precise = accelerator.wide(numbers[0].device)
-            flat = torch.cat([number.detach().to(precise).reshape(-1) for number in numbers])
-            self._host, self._arrived = accelerator.to_host(flat)
+        precise = accelerator.wide(numbers[0].device)
+        flat = torch.cat([number.detach().to(precise).reshape(-1) for number in numbers])
+        self._host, self._arrived = accelerator.to_host(flat)
 
     def read(self) -> list[float]:
         """Return the numbers; waits for the device to have made them, but not for what follows."""

@@ -7,7 +7,7 @@ from typing import cast
 
 from anabranch.errors import DataError, InvalidPlanError, some
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -34,7 +34,13 @@ def buckets_of(captured: Captured, workload: Workload) -> list[Captured]:
         raise DataError(f"Workload.buckets: {error}") from error
 
 
-def prepare(captured: Captured, graph: StageGraph, workload: Workload | None = None) -> None:
+def prepare(
+    captured: Captured,
+    graph: StageGraph,
+    workload: Workload | None = None,
+    precision: Precision | None = None,
+    device_type: str = "cpu",
+) -> None:
     """Specialise the program to the sample counts that a plan needs, in all sizes of batches of a
     workload, for evaluation as well; forked ranks inherit it.
     """
@@ -42,10 +48,10 @@ def prepare(captured: Captured, graph: StageGraph, workload: Workload | None = N
         sizes = {size for s in range(len(graph)) for size in graph.slice_sizes(s)}
         whole = {graph.batch_size} if alike.programs.statistics else set()
         for samples in sorted(sizes | whole):
-            alike.programs.at(samples)
+            alike.under_autocast(precision, device_type).programs.at(samples)
         alike.programs.require_alike(graph.batch_size)
         if workload is not None and workload.eval_data is not None:
-            alike.evaluation()
+            alike.evaluation().under_autocast(precision, device_type)
 
 
 def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:

@@ -49,14 +49,12 @@ def num_samples(batch: Batch) -> int:
 
 def take(batch: Batch, start: int, stop: int) -> Batch:
     """Samples [start, stop) of a batch."""
-    return pytree.tree_map(
-        lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, batch
-    )
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf[start:stop], batch)
 
 
 def _moved(batch: Batch, place: torch.device) -> Batch:
     """The same batch on a device."""
-    return pytree.tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, batch)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place), batch)
 
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -19,20 +19,25 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from ctypes import c_int64
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.manifest import dtype_name
 from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport.memory import fence
-from anabranch.runtime.transport.packing import aligned
+from anabranch.runtime.transport.packing import ALIGNMENT, pack, packing_of, specs_of, unpack
 
-_SIZE = struct.Struct("<q")
+_HEAD = struct.Struct("<qq")
+"""Where the text of a copy begins, and its length."""
+
+_START = ALIGNMENT
+"""Place of the first tensor of a copy."""
+
 _LOSS = struct.Struct("<dq")
 _STEP_BITS, _RANK_BITS = 36, 16
 
@@ -59,21 +64,9 @@ class Moment:
         return Moment(step, *divmod(high, 1 << _RANK_BITS))
 
 
-class _Count:
-    """A number that all processes see, at a place of ``SpareCopies.counts``."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, copies: SpareCopies, owner: type) -> int:
-        return copies.counts[self._place]
-
-    def __set__(self, copies: SpareCopies, number: int) -> None:
-        copies.counts[self._place] = number
-
-
 class SpareCopies:
-    """Copies of all ranks; made by the parent of local ranks, and inherited by them.
+    """Copies of all ranks; made by the parent of local ranks, and inherited by them, with numbers
+    that all processes see.
 
     Attributes:
         every: steps between two copies.
@@ -84,8 +77,6 @@ class SpareCopies:
     Raises:
         TrainingError: where the system has no files in memory.
     """
-
-    attempt, reported_steps, reported_events = _Count(0), _Count(1), _Count(2)
 
     def __init__(self, num_ranks: int, every: int) -> None:
         if sys.platform != "linux":
@@ -99,8 +90,11 @@ class SpareCopies:
             for rank in range(num_ranks)
         ]
         self._log = os.memfd_create("anabranch-losses")
-        table = memoryview(mmap.mmap(-1, 8 * (2 * num_ranks + 3))).cast("q")
-        self._table, self.counts = table[:-3], table[-3:]
+        shared = mmap.mmap(-1, 8 * (2 * num_ranks + 3))
+        self._table = memoryview(shared).cast("q")[3:]
+        self.attempt, self.reported_steps, self.reported_events = (
+            c_int64.from_buffer(shared, 8 * place) for place in range(3)
+        )
         self._memory: dict[int, Tensor] = {}  # of this process, by file
 
     def close(self) -> None:
@@ -146,26 +140,21 @@ class SpareCopies:
         place = int(kept is not None and self._moment(rank, 0) == kept)
         self._table[2 * rank + place] = 0
         fence()
-        places: dict[str, tuple[int, Tensor]] = {}
-        end = aligned(2 * _SIZE.size)
-        for key, tensor in part.tensors.items():
-            places[key] = end, tensor.detach()
-            end += aligned(tensor.nbytes)
-        tensors = {
-            key: [start, list(tensor.shape), dtype_name(tensor.dtype)]
-            for key, (start, tensor) in places.items()
+        tensors = [tensor.detach() for tensor in part.tensors.values()]
+        packing = packing_of(specs_of(tensors))
+        end = _START + packing.nbytes
+        document = {
+            "part": {**part.description, "tensors": part.listed},
+            "progress": progress.model_dump(),
+            "further": dict(further),
         }
-        described = {**part.described(), "tensors": tensors}
-        text = json.dumps(
-            {"part": described, "progress": asdict(progress), "further": dict(further)}
-        ).encode()
+        text = json.dumps(document).encode()
         memory = self._opened(self._files[rank][place], end + len(text))
-        for start, tensor in places.values():
-            _view(memory, start, tensor.shape, tensor.dtype).copy_(tensor)
         raw = memory.numpy().data
+        pack(tensors, packing, raw[_START:], memory.data_ptr() + _START)
         raw[end : end + len(text)] = text
-        raw[: 2 * _SIZE.size] = _SIZE.pack(end) + _SIZE.pack(len(text))
-        moment = Moment(progress.step, self.attempt, size)
+        _HEAD.pack_into(raw, 0, end, len(text))
+        moment = Moment(progress.step, self.attempt.value, size)
 
         def confirm() -> None:
             fence()
@@ -198,15 +187,14 @@ class SpareCopies:
         moment = self.newest
         if moment is None:
             return None, None
-        documents, tensors = [], {}
+        documents, tensors = [], dict[str, Tensor]()
         for rank in range(moment.size):
-            memory = self._opened(self._files[rank][self._moment(rank, 1) == moment])
-            raw = memory.numpy().data
-            (end,), (length,) = _SIZE.unpack(raw[:8]), _SIZE.unpack(raw[8:16])
-            document = json.loads(bytes(raw[end : end + length]))
-            documents.append(document)
-            for key, (start, shape, dtype) in document["part"]["tensors"].items():
-                tensors[key] = _view(memory, start, torch.Size(shape), getattr(torch, dtype))
+            raw = self._opened(self._files[rank][self._moment(rank, 1) == moment]).numpy().data
+            end, length = _HEAD.unpack_from(raw)
+            documents.append(document := json.loads(bytes(raw[end : end + length])))
+            listed = document["part"]["tensors"]
+            specs = ((torch.Size(shape), getattr(torch, dtype)) for shape, dtype in listed.values())
+            tensors |= zip(listed, unpack(packing_of(tuple(specs)), raw[_START:]), strict=True)
         first, parts = documents[0], [document["part"] for document in documents]
         saved = saved_in_parts(
             "the copy of the state in memory",
@@ -227,10 +215,6 @@ class SpareCopies:
         """Return all losses that were noted, with the samples."""
         size = os.fstat(self._log).st_size // _LOSS.size * _LOSS.size
         return list(_LOSS.iter_unpack(os.pread(self._log, size, 0)))
-
-
-def _view(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class StepRunner:
         self.resolve()
         self._update_alone(outcome)
         self.updates.all_gather()
-        self.unread = self._totals(outcome, is_first=False, starts=not self._is_late)
+        self.unread = self._totals(outcome, _AFTER, starts=not self._is_late)
         POSITION.leave()
         return self.unread
 
@@ -167,7 +168,7 @@ class StepRunner:
         squares = 0.0 if overflow else sum(numbers[len(finite) :])
         if not math.isfinite(squares):
             self.updates.check(outcome)
-        totals = self._totals(outcome, squares=squares, overflow=overflow)
+        totals = self._totals(outcome, _BEFORE, squares=squares, overflow=overflow)
         totals.read()
         POSITION.begin(self._number, Phase.UPDATE)
         self.metrics, self.loss = totals.metrics, totals.loss
@@ -202,27 +203,16 @@ class StepRunner:
         else:
             self.updates.apply()
 
-    def _totals(
-        self,
-        outcome: Outcome,
-        *,
-        squares: float = 0.0,
-        overflow: bool = False,
-        is_first: bool = True,
-        starts: bool = True,
-    ) -> StepTotals:
+    def _totals(self, outcome: Outcome, consequence: str, **figures: Any) -> StepTotals:
+        """Make the totals of a step, with further arguments of ``StepTotals``."""
         (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
         return StepTotals(
             self._mesh,
             outcome,
             self._session.captured.metrics,
-            lambda: trace.error(
-                trace.findings(outcome), leaves, when, _BEFORE if is_first else _AFTER, _ADVICE
-            ),
-            squares=squares,
-            overflow=overflow,
+            lambda: trace.error(trace.findings(outcome), leaves, when, consequence, _ADVICE),
             digest=self._session.batch_digest,
-            starts=starts,
+            **figures,
         )
 
     # Totals that are read a step later

@@ -25,6 +25,7 @@ class StepTotals:
 
     Attributes:
         loss, metrics: means over the batch, once they have been read.
+        number: of the mini-batch, without a flush.
         squares: squared norm of all gradients.
         overflow: whether a gradient of some rank is not finite.
 
@@ -49,6 +50,7 @@ class StepTotals:
         names: Sequence[str],
         why: Callable[[], NonFiniteError],
         *,
+        number: int = -1,
         squares: float = 0.0,
         overflow: bool = False,
         digest: bytes = b"",
@@ -58,6 +60,7 @@ class StepTotals:
         self._names, self._why, self._mesh, self._digest = names, why, mesh, digest
         self._settle, self._outcome, self._own = settle, outcome, (squares, float(overflow))
         self._pending: Pending | None = None
+        self.number = number
         self._is_read = False
         self._error: NonFiniteError | None = None
         self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []

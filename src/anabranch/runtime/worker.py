@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -138,9 +139,9 @@ class _Task:
     """One action, with what is known of it before the first step.
 
     Attributes:
-        channel: of a receive: index into ``_Tasks.channels``.
-        completes: the last message of its channel's micro-batch, after which the next is posted; or
-            the last that carries what a pass has made.
+        following: receives of the next micro-batch, which are posted after the last message of one
+            along a channel.
+        completes: the last message that carries what a pass has made.
     """
 
     action: Action
@@ -152,16 +153,16 @@ class _Task:
     specs: tuple[Spec, ...] = ()
     rank: int = -1
     tag: int = -1
-    channel: int = -1
+    following: Sequence[_Task] = ()
     completes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """The actions of a step; per channel, the receives of each of its micro-batches, in order."""
+    """The actions of a step; ``first``: receives of every channel's first micro-batch."""
 
     tasks: tuple[_Task, ...]
-    channels: tuple[tuple[tuple[_Task, ...], ...], ...]
+    first: tuple[_Task, ...]
     last_backwards: tuple[int, ...]
     passes: Mapping[tuple[Kind, int], Sequence[_Task]]
 
@@ -188,18 +189,16 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
         tasks.append(task)
     for task in sends.values():
         task.completes = True
-    for index, channel in enumerate(receives.values()):
-        for messages in channel.values():
-            messages[-1].completes = True
-            for task in messages:
-                task.channel = index
+    for channel in receives.values():
+        for before, after in pairwise(channel.values()):
+            before[-1].following = after
     passes: defaultdict[tuple[Kind, int], list[_Task]] = defaultdict(list)
     for task in tasks:
         kind = Kind.FORWARD if task.action.kind.is_forward else Kind.BACKWARD
         passes[kind, task.action.microbatch].append(task)
     return _Tasks(
         tuple(tasks),
-        tuple(tuple(map(tuple, channel.values())) for channel in receives.values()),
+        tuple(task for channel in receives.values() for task in next(iter(channel.values()))),
         tuple(t.action.stage for t in tasks if t.is_last),
         passes,
     )
@@ -253,7 +252,6 @@ class BatchRun:
         self.clock = worker.clock
         self.tasks, self.watcher = tasks, watcher
         self.receipts: dict[_Task, Receipt] = {}
-        self.posted = [0] * len(tasks.channels)
         self.values: defaultdict[Key, dict[int, list[tuple[Item, Tensor]]]] = defaultdict(dict)
         self.gradients: defaultdict[Key, dict[Port, list[tuple[Item, Tensor]]]] = defaultdict(dict)
         self.made: dict[int, dict[int, Tensor]] = {}
@@ -261,15 +259,11 @@ class BatchRun:
 
     def expect(self, *kinds: Kind) -> None:
         """Post the first receives of every channel of such receives."""
-        for channel, microbatches in enumerate(self.tasks.channels):
-            if microbatches[0][0].action.kind in kinds:
-                self.post(channel)
+        self.post([task for task in self.tasks.first if task.action.kind in kinds])
 
-    def do(self, kind: Kind, microbatch: int) -> bool:
-        """Do a forward or a backward with its messages; return False if there is none here."""
-        tasks = self.tasks.passes.get((kind, microbatch), ())
-        self.execute(tasks)
-        return bool(tasks)
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Do a forward or a backward with its messages, if there is one here."""
+        self.execute(self.tasks.passes.get((kind, microbatch), ()))
 
     def execute(self, tasks: Sequence[_Task]) -> None:
         """Do actions in order."""
@@ -281,15 +275,11 @@ class BatchRun:
             times.append((start, mark()))
             self.actions.append(task.action)
 
-    def post(self, channel: int) -> None:
-        """Post the receives of a channel's next micro-batch, which may come in several messages."""
-        microbatches, done = self.tasks.channels[channel], self.posted[channel]
-        if done == len(microbatches):
-            return
-        self.posted[channel] = done + 1
-        assert self.transport is not None
-        for task in microbatches[done]:
+    def post(self, tasks: Sequence[_Task]) -> None:
+        """Post receives."""
+        for task in tasks:
             if task.items:
+                assert self.transport is not None
                 receipt = self.transport.receive(task.specs, self.place, task.rank, task.tag)
                 self.receipts[task] = receipt
 
@@ -297,8 +287,7 @@ class BatchRun:
         # Nothing travels where all values of an edge are whole and went with an earlier message.
         if task.items:
             self.take(task.key, task.items, self.receipts.pop(task).wait())
-        if task.completes:
-            self.post(task.channel)
+        self.post(task.following)
 
     def take(self, key: Key, items: Sequence[Item], tensors: Sequence[Tensor]) -> None:
         """Keep received tensors for a micro-batch."""

@@ -114,7 +114,7 @@ class WorkerCache:
 
     @remembered
     def _programs(self, options: ComputeOptions) -> StagePrograms:
-        return StagePrograms(self.captured, self.parts, options, self.place)
+        return StagePrograms(self.parts, options, self.place)
 
     def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
         """Make a worker for a variation of the plan's stage graph, and of the options."""
@@ -126,7 +126,7 @@ class WorkerCache:
         order = set(graph.edges) - data
         schedule = schedule_of(graph, self.plan.schedule, MessageEdges(back=gradients | order))
         mesh, prepared = self.mesh, self._programs(options)
-        layout = Layout(self.captured.graph, prepared, graph, mesh.device)
+        layout = Layout(prepared.captured.graph, prepared, graph, mesh.device)
         parameters = {
             name: parameter
             for s in graph.stages_of.get(mesh.device, ())

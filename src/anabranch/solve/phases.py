@@ -70,6 +70,7 @@ class Phases:
             device=profile.device,
             granularity=profile.graph.granularity,
             rewrites=profile.graph.rewrites,
+            precision=profile.graph.precision,
             model_size=ModelSize.of(profile.graph),
             interrupted=isinstance(self.stop, KeyboardInterrupt),
             **more,

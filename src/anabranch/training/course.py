@@ -65,7 +65,7 @@ class Course(Generic[_Pipe]):
         self._resume = None if resume is None else Path(resume)
         self._folder = None if save is None else Path(save)
         self._copies: SpareCopies | None = options.get("copies")
-        self._goes_on = self._copies is not None and self._copies.reported_steps > 0
+        self._goes_on = self._copies is not None and self._copies.reported_steps.value > 0
         began = time.perf_counter()
         make: Callable[..., _Pipe] = kind
         if self._copies is not None and self._copies.newest is not None:

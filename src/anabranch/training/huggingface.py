@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_model
@@ -38,7 +38,7 @@ from anabranch.checkpoint import load_state_dict
 from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
@@ -158,7 +158,7 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
         between = math.ceil(every * updates) if every < 1 else int(every)
         return between * accumulate if strategy == "steps" else per_epoch
 
-    precision: Literal["bf16", "fp16", "fp32"] = "fp16" if taken.fp16 else "fp32"
+    precision: Precision = "fp16" if taken.fp16 else "fp32"
     options: dict[str, Any] = {
         "steps": updates * accumulate,
         "accumulate": accumulate,
@@ -227,8 +227,10 @@ class Trainer:
 
         size = batch_size(self.args, self.devices)
         counts = sorted({1, max(size // 4, 1), max(size // 2, 1), size})
+        precision = training_options(self.args, self.workload)["compute"].precision
+        captured = self._captured("layer").under_autocast(precision, "cpu")
         return plan(
-            measure(self._captured("layer"), counts),
+            measure(captured, counts),
             Cluster.preset(f"local:{self.devices}"),
             size,
             **options,
@@ -249,7 +251,8 @@ class Trainer:
         options: dict[str, Any] = training_options(self.args, self.workload) | self._options
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
-        prepare(captured, chosen.stage_graph, self.workload)
+        precision = options["compute"].precision
+        prepare(captured, chosen.stage_graph, self.workload, precision)
         ranks = len(chosen.stage_graph.devices)
         with tempfile.TemporaryDirectory() as folder:
             options = {"captured": captured, "save": Path(folder) / "last", **options}

@@ -80,7 +80,10 @@ class Reporter:
         self.samples: list[int] = [samples for _, samples in done]
         self._pipe, self.total, self._copies = pipe, total, copies
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
-        self.first_step, self._told = first_step, 0 if copies is None else copies.reported_steps
+        self.first_step, self._told = (
+            first_step,
+            0 if copies is None else copies.reported_steps.value,
+        )
         self._read: deque[_Read] = deque()
         self._waiting: list[Event] = []
 
@@ -103,7 +106,7 @@ class Reporter:
         self.samples.append(read.samples)
         if self._copies is not None and self._pipe.rank == 0 and done > self._told:
             self._copies.note_loss(done - 1, loss, read.samples)
-            self._copies.reported_steps = done
+            self._copies.reported_steps.value = done
         if not self._callbacks:
             return
         event = StepEvent(
@@ -140,12 +143,12 @@ class Reporter:
         """
         copies = self._copies if isinstance(event, EvaluationEvent | EndEvent) else None
         number = 2 * event.step + isinstance(event, EndEvent)
-        is_told = copies is not None and number <= copies.reported_events
+        is_told = copies is not None and number <= copies.reported_events.value
         if is_told or event.step < self.first_step + self._told:
             return
         if event.step <= self.first_step + len(self.losses):
             if copies is not None and self._pipe.rank == 0:
-                copies.reported_events = number
+                copies.reported_events.value = number
             self._call(event)
         else:
             self._waiting.append(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests.cli.examples import TOWERS
 
@@ -18,3 +19,28 @@ def test_profile_measures_and_writes(document, tmp_path):
     assert found["forward_s"] > 0
     assert found["backward_s"] > 0
     assert json.loads(path.read_text())["schema"] == "anabranch.profile/1"
+
+
+def test_a_plan_has_the_precision_of_its_profile(run, document, tmp_path):
+    """A kept capture is of one precision."""
+    paths = {name: str(tmp_path / f"{name}.json") for name in ("half", "full", "plan")}
+    estimated = "profile", TOWERS, "--samples", "1,8", "--device", "h100"
+    for _ in range(2):
+        full = document(*estimated, "-o", paths["full"])
+        half = document(*estimated, "-o", paths["half"], "--precision", "bf16")
+    assert half["kept_capture"]
+    assert half["forward_s"] != full["forward_s"]
+    values = [
+        sum(value["nbytes"] for value in json.loads(Path(paths[name]).read_text())["values"])
+        for name in ("half", "full")
+    ]
+    assert values[0] < values[1]
+    search = "--cluster", "local:2", "--batch-size", "8", "--no-baselines"
+    plan = document("plan", paths["half"], *search, "-o", paths["plan"])
+    assert plan["precision"] == "bf16"
+    assert plan["profile"].endswith(", in bf16")
+    assert "precision" not in document("plan", paths["full"], *search)
+    for verb in (("simulate", paths["plan"]), ("plan", paths["full"], *search)):
+        code, _, error = run(*verb, "--precision", "fp16")
+        assert code == 2
+        assert "is a profile in" in error

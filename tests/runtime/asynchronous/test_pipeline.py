@@ -264,6 +264,8 @@ def test_random_numbers_buffers_and_whole_values_are_those_of_one_process() -> N
     def alone() -> list[tuple[list[float], dict[str, Tensor]]]:
         results = []
         for model in models:
+            for parameter in model.module.parameters():
+                parameter.grad = torch.ones_like(parameter)  # of what was done before
             replay = Replay(
                 model.workload,
                 [stage.operators for stage in async_plan(model, 2).stage_graph.stages],

@@ -56,7 +56,7 @@ def orders(name: str, replicas: Sequence[int], count: int) -> list[str]:
         pipe = in_turn(model, chosen)
         log = logged(pipe)
         list(pipe.steps(batches(count)))
-        assert pipe._stream.is_empty
+        assert not pipe._stream._count
         return " ".join(log).replace(".0", "")
 
     return on_ranks(chosen, work)

@@ -32,14 +32,19 @@ def test_pieces_are_whole_rows() -> None:
     st.lists(st.lists(st.integers(0, 40), max_size=2), min_size=1, max_size=6), st.integers(1, 5)
 )
 def test_every_row_is_in_one_piece(shapes: list[list[int]], replicas: int) -> None:
-    """In their order, of a rank each, whatever the shapes are."""
+    """In their order, of a rank each, whatever the shapes are; no two parameters are cut alike,
+    so a bucket of rows has one.
+    """
     parameters = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
     dealt = deal([parameter.nbytes for parameter in parameters], replicas)
+    cut = []
     for parameter, given_ in zip(parameters, dealt, strict=True):
         shards = shards_of(parameter, given_)
+        cut += [shards] if len(shards) > 1 else []
         assert len({shard.rank for shard in shards}) == len(shards)
         parts = [shard.of(parameter) for shard in shards]
         assert torch.equal(torch.cat(parts) if parameter.dim() else parts[0], parameter)
+    assert len(set(cut)) == len(cut)
 
 
 def test_rows_of_a_sparse_gradient() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import anabranch
 from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import capture
+from anabranch.graph.opgraph import Precision
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.measurement.peak_memory import PeakMemory
@@ -203,29 +205,34 @@ class Mean(nn.Module):
 
 
 class Halved(nn.Module):
-    """Layers under autocast, whose weights take more than a sample's activations."""
+    """Layers, perhaps under autocast, whose weights take more than a sample's activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, half: bool) -> None:
         super().__init__()
+        self.half = half
         self.layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16) if self.half else nullcontext():
             return self.layers(x).float().square().mean()
 
 
-def test_casts_of_weights_are_predicted_for_every_micro_batch_in_flight() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_casts_of_weights_are_predicted_for_every_micro_batch_in_flight(
+    precision: Precision,
+) -> None:
     """Eight micro-batches of two samples keep 5 x 32 KiB of them each: a backward of the first
-    layer needs none.
+    layer needs none. Alike where the model has autocast, and where the plan has it.
     """
     torch.manual_seed(0)
-    module, samples = Halved(), {"x": torch.randn(16, 128)}
+    module, samples = Halved(half=precision == "fp32"), {"x": torch.randn(16, 128)}
     example = {"x": samples["x"][:4]}
     captured = capture(module, example)
-    profile = anabranch.estimate(captured, "v100", (2, 4))
+    profile = anabranch.estimate(captured.under_autocast(precision, "cpu"), "v100", (2, 4))
     plan = anabranch.plan(
         profile, Cluster.preset("local:1"), 16, microbatch_size=2, schedule="gpipe"
     )
+    assert plan.precision == precision
     workload = Workload(module, example, optimizer=partial(torch.optim.AdamW, fused=True))
     pipe = Pipeline(workload, plan, captured=captured, check_gradients=False)
     pipe.step(samples)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,35 +29,47 @@ def gradients(model: nn.Module, x: Tensor, saved: Saved | None) -> list[Tensor]:
     else:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             loss = model(x).square().mean()
+        give_back(saved)
     loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_what_is_copied_out_and_back_gives_the_same_gradients() -> None:
-    """The copies in line, as memory of one kind has them."""
+def saving(kept: Iterable[Tensor] = ()) -> Saved:
+    """What the forward of a micro-batch saves, on a stream of the device that ``main`` plays."""
+    stream: Any = Line([])
+    return Saved(kept, stream)
+
+
+def give_back(saved: Saved) -> None:
+    """The forward has ended, and the memory of what it saved is needed."""
+    saved.end()
+    saved.release()
+
+
+def test_what_is_copied_out_and_back_gives_the_same_gradients(main: Line) -> None:
     model, x = network()
-    saved = Saved(model.parameters(), None)
+    saved = saving(model.parameters())
     for mine, plain in zip(gradients(model, x, saved), gradients(model, x, None), strict=True):
         assert torch.equal(mine, plain)
     assert len(saved._entries) >= 5
 
 
-def test_compiled_stages_hand_over_what_they_save() -> None:
+def test_compiled_stages_hand_over_what_they_save(main: Line) -> None:
     """Their saved tensors go the same way."""
     model, x = network()
     expected = gradients(model, x, None)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-    saved = Saved(model.parameters(), None)
+    saved = saving(model.parameters())
     for mine, plain in zip(gradients(compiled, x, saved), expected, strict=True):
         torch.testing.assert_close(mine, plain)
     assert len(saved._entries) >= 3
 
 
-def test_parameters_and_views_of_them_stay() -> None:
+def test_parameters_and_views_of_them_stay(main: Line) -> None:
     """And what is too small to be worth a copy."""
     weight = nn.Parameter(torch.zeros(64, 64))
-    saved = Saved([weight], None)
+    saved = saving([weight])
     for kept in (
         weight,
         weight.t(),
@@ -66,11 +81,12 @@ def test_parameters_and_views_of_them_stay() -> None:
     assert len(saved._entries) == 1
 
 
-def test_entries_are_fetched_ahead_in_the_order_of_backwards() -> None:
+def test_entries_are_fetched_ahead_in_the_order_of_backwards(main: Line) -> None:
     """The last one is asked for: three before it are on their way, and it is dropped when taken."""
-    saved = Saved([], None)
+    saved = saving()
     tensors = [torch.full((2000,), float(i)) for i in range(6)]
     entries = [saved.pack(tensor) for tensor in tensors]
+    give_back(saved)
     assert torch.equal(saved.unpack(entries[5]), tensors[5])
     assert [entry._back is not None for entry in saved._entries] == [
         False,
@@ -89,11 +105,13 @@ def test_entries_are_fetched_ahead_in_the_order_of_backwards() -> None:
     assert torch.equal(saved.unpack(entries[5]), tensors[5])
 
 
-def test_a_view_comes_back_with_its_strides() -> None:
+def test_a_view_comes_back_with_its_strides(main: Line) -> None:
     """Kernels of the backward are chosen by strides."""
-    saved = Saved([], None)
+    saved = saving()
     tensor = torch.randn(64, 32).t()
-    back = saved.unpack(saved.pack(tensor))
+    packed = saved.pack(tensor)
+    give_back(saved)
+    back = saved.unpack(packed)
     assert back.stride() == tensor.stride()
     assert torch.equal(back, tensor)
 
@@ -201,9 +219,9 @@ def test_a_backward_that_comes_soon_copies_nothing_back(main: Line) -> None:
     assert not any(entry.tensor is not None for entry in saved._entries)
 
 
-def test_what_is_saved_several_times_is_copied_once() -> None:
+def test_what_is_saved_several_times_is_copied_once(main: Line) -> None:
     """Also as views of one storage; not what was written to in between."""
-    saved = Saved([], None)
+    saved = saving()
     tensor, base = torch.randn(64, 64), torch.randn(100, 64)
     packed = [saved.pack(view) for view in (tensor, tensor, tensor.t(), tensor.view(-1))]
     assert len(saved._entries) == 1
@@ -213,6 +231,7 @@ def test_what_is_saved_several_times_is_copied_once() -> None:
     tensor.mul_(2)
     packed.append(saved.pack(tensor))
     assert len(saved._entries) == 4
+    give_back(saved)
     expected = [before, before, before.t(), before.view(-1), tensor]
     for back, want in zip(map(saved.unpack, packed), expected, strict=True):
         assert torch.equal(back, want)
@@ -221,10 +240,14 @@ def test_what_is_saved_several_times_is_copied_once() -> None:
         assert torch.equal(saved.unpack(part), want)
 
 
-def test_a_freed_storage_is_not_taken_for_another() -> None:
+def test_a_freed_storage_is_not_taken_for_another(main: Line) -> None:
     """One that is made after it may have its address."""
-    saved = Saved([], None)
-    packed = [(saved.pack(torch.full((2000,), float(i))), float(i)) for i in range(20)]
+    saved = saving()
+    packed = []
+    for i in range(20):
+        packed.append((saved.pack(torch.full((2000,), float(i))), float(i)))
+        saved.release()
+    give_back(saved)
     assert all(bool((saved.unpack(entry) == value).all()) for entry, value in packed)
 
 

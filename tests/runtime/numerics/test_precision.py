@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import capture
 from anabranch.runtime.compute.options import ComputeOptions, Precision
-from anabranch.runtime.numerics.precision import LossScale, value_types
+from anabranch.runtime.numerics.precision import LossScale
 from anabranch.runtime.placement import fetched
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
 from tests.runtime.small import Batch, Built, batch, built, plan, slices
-from tests.runtime.threads import CPU, step, steps_of
+from tests.runtime.threads import step, steps_of
 
 HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -174,14 +174,29 @@ def test_values_cross_in_the_type_that_they_have() -> None:
     assert {p.dtype for p in model.module.parameters()} == {torch.float32}
 
 
-def test_types_are_found_without_running_the_model() -> None:
-    """Only those that differ; without autocast none."""
-    captured = built("TwoBranch").captured
-    assert value_types(captured, None, CPU) == {}
-    types = value_types(captured, torch.float16, CPU)
-    assert set(types.values()) == {torch.float16}
-    before = [p.clone() for p in captured.module.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, captured.module.parameters(), strict=True))
+class Alone(nn.Module):
+    """A product that the model keeps out of autocast, and one in a type of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.full, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            full = self.full(x).cos()
+        with torch.autocast("cpu", dtype=torch.float16):
+            other = self.other(x)
+        return (self.first(full) * other).square().mean()
+
+
+def test_what_the_model_keeps_out_of_autocast_stays_out() -> None:
+    torch.manual_seed(0)
+    module, leaves = Alone(), {"x": torch.randn(16, 8)}
+    model = Built(capture(module, leaves), Workload(module, leaves))
+    options = ComputeOptions(precision="bf16")
+    _, gradients = step(model, plan(model, 3), leaves, options, exact=True)
+    _, reference = alone(model, leaves, slices(16, 4), torch.bfloat16, 1.0)
+    assert all(torch.equal(gradients[key], reference[key]) for key in reference)
 
 
 def test_autocast_ends_with_the_stage() -> None:

@@ -89,6 +89,9 @@ def train(
     preflight.refuse_mode(is_async, flush, compute, training)
     preflight.require_possible(training)
     job = _seeded(partial(Job.of, model.source, local), seed)
+    if compute.precision is not None:
+        job.source = replace(job.source, precision=compute.precision)
+    options = replace(options, precision=job.source.precision)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
     shown, policy = _plan(job, local, training, options, flush, compute)
     if ranks not in (None, len(shown.stage_graph.devices)):
@@ -272,7 +275,8 @@ def _plan(
     )
     is_file = job.plan is not None
     job.plan = job.plan or on_first(search)
-    asked = {trait: getattr(compute, trait) for trait in ("shard_optimizer", "sparse_embeddings")}
+    traits = "shard_optimizer", "sparse_embeddings", "precision"
+    asked = {trait: getattr(compute, trait) for trait in traits}
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
     if changed != job.plan and not is_async:
         job.plan = on_first(partial(job.predicted, changed))

@@ -50,10 +50,6 @@ class Divergence:
         )
 
 
-NumberedTotals = tuple[int, StepTotals]
-"""Number of a mini-batch, and its sums, which may be under way."""
-
-
 class MinibatchTotals:
     """Sums of loss and metrics over all ranks, of mini-batches whose loss has not been read.
 
@@ -71,7 +67,7 @@ class MinibatchTotals:
         self._mesh, self._metrics, self._why, self._settle = mesh, metrics, why, settle
         self._given_out: deque[tuple[int, Mapping[str, Tensor], bytes]] = deque()
         self._learned: dict[int, Outcome] = {}
-        self._begun: deque[NumberedTotals] = deque()
+        self._begun: deque[StepTotals] = deque()
         self._divergence = Divergence()
         self.listener: Callable[[BatchRun], None] | None = None
 
@@ -93,31 +89,32 @@ class MinibatchTotals:
         """Begin all sums before which no other is missing."""
         while self._given_out and self._given_out[0][0] in self._learned:
             number, leaves, digest = self._given_out.popleft()
-            tally = StepTotals(
+            totals = StepTotals(
                 self._mesh,
                 self._learned.pop(number),
                 self._metrics,
                 partial(self._why, number, leaves),
+                number=number,
                 digest=digest,
                 settle=self._settle,
             )
-            self._begun.append((number, tally))
+            self._begun.append(totals)
 
     def settle(self) -> None:
         """Wait for all sums that have begun; they are still to be taken."""
-        for _, tally in self._begun:
-            tally.read()
+        for totals in self._begun:
+            totals.read()
 
-    def take(self, before: int) -> Iterator[NumberedTotals]:
+    def take(self, before: int) -> Iterator[StepTotals]:
         """Generate the sums of mini-batches before a number, each once."""
-        while self._begun and self._begun[0][0] < before:
+        while self._begun and self._begun[0].number < before:
             yield self._begun.popleft()
 
-    def last(self) -> NumberedTotals:
+    def last(self) -> StepTotals:
         """Remove and return the sums that were begun last."""
         return self._begun.pop()
 
-    def loss(self, totals: NumberedTotals) -> tuple[float, str]:
-        """Wait for the loss of a mini-batch; once in a run, also what says that losses climb."""
-        totals[1].read()
-        return totals[1].loss, self._divergence.note(totals[1].loss)
+    def read(self, totals: StepTotals) -> str:
+        """Wait for the sums of a mini-batch; once in a run, return what says that losses climb."""
+        totals.read()
+        return self._divergence.note(totals.loss)

@@ -28,7 +28,6 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.minibatch_totals import NumberedTotals
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
     budgeted,
@@ -47,6 +46,7 @@ from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.measurement.timeline import Recording
 from anabranch.runtime.messages import channels
+from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
@@ -153,11 +153,13 @@ class AsyncPipeline(BasePipeline):
             device=device,
             further=channels(order.graph),
         )
+        compute, place = session.assignment.compute, session.assignment.place
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
+            captured = session.captured.under_autocast(compute.precision, place.type)
             with session.failing():
                 session.assignment.require_memory(
-                    budgeted(plan, order, session.captured, self.policy, self.optimizer), self._mesh
+                    budgeted(plan, order, captured, self.policy, self.optimizer), self._mesh
                 )
         (self._stage,) = graph.stages_of[self._mesh.device]
         with session.failing(), POSITION.doing(Phase.START_UP):
@@ -272,21 +274,19 @@ class AsyncPipeline(BasePipeline):
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
-        for numbered in self._totals.take(before):
-            loss = self._read(numbered)
-            if numbered[0] >= first:
+        for totals in self._totals.take(before):
+            loss = self._read(totals)
+            if totals.number >= first:
                 yield loss
 
-    def _read(self, numbered: NumberedTotals) -> float:
+    def _read(self, totals: StepTotals) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
-            loss, warning = self._totals.loss(numbered)
-        number, totals = numbered
+            warning = self._totals.read(totals)
         self.metrics = totals.metrics
         if warning and self.rank == 0:
-            warnings.warn(
-                f"{warning}, at mini-batch {number}: {self._stream.advice()}", stacklevel=4
-            )
-        return loss
+            text = f"{warning}, at mini-batch {totals.number}: {self._stream.advice()}"
+            warnings.warn(text, stacklevel=4)
+        return totals.loss
 
     def record(self, minibatches: int) -> None:
         """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.

@@ -120,11 +120,6 @@ class Stream:
         self._versions: dict[int, int] = {}
         self._count = self.most_behind = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no mini-batch is between forward and update, which is so on all ranks at once."""
-        return not self._count
-
     def put(self, leaves: Mapping[str, Tensor], number: int) -> None:
         """Forward a mini-batch, after what the schedule has before that."""
         before = len(self._unjudged)
@@ -138,7 +133,7 @@ class Stream:
 
     def _forward(self, leaves: Mapping[str, Tensor], number: int) -> bool:
         """Forward a mini-batch; return whether this rank takes part in it."""
-        if self.is_empty:
+        if not self._count:  # nothing is between forward and update, on all ranks at once
             self._first = self.weights.version
             self.weights.fill(self._first)
             self._actions = self._order.actions(self._stage)

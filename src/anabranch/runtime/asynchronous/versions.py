@@ -69,7 +69,8 @@ class VersionedWeights:
         }
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pointed = self._current
-        self._pool = _WeightPool()
+        self._free: list[Storage] = []  # not in use, among those made
+        self._num_made = 0
         self._stored: dict[int, Storage] = {}
         self._predicted: dict[int, Storage] = {}
         self._moved: frozenset[int] | None = None
@@ -88,7 +89,7 @@ class VersionedWeights:
         """Most copies of the weights alive at once, the current one and what corrections keep
         included.
         """
-        return 1 + self._pool.made + sum(self._policy.corrections.values())
+        return 1 + self._num_made + sum(self._policy.corrections.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -119,14 +120,14 @@ class VersionedWeights:
             finally:
                 self._point(self._current)
         elif reading.ahead and self._prediction:
-            kept = self._pool.take(self._current)
+            kept = self._take()
             _copy(self._current, kept)
             try:
                 self._predict(self._current, reading.ahead)
                 yield
             finally:
                 _copy(kept, self._current)
-                self._pool.give(kept)
+                self._free.append(kept)
         else:
             yield
 
@@ -134,7 +135,7 @@ class VersionedWeights:
         if not ahead:
             return self._current if version == self.version else self._stored[version]
         if number not in self._predicted:
-            predicted = self._predicted[number] = self._pool.take(self._current)
+            predicted = self._predicted[number] = self._take()
             _copy(self._current, predicted)
             self._predict(predicted, ahead)
         return self._predicted[number]
@@ -171,7 +172,7 @@ class VersionedWeights:
         self._release()
         if self._parameters:
             if old in self._stored:
-                self._current = self._pool.take(self._current)
+                self._current = self._take()
                 _copy(self._stored[old], self._current)
                 self._point(self._current)
             if not skip:
@@ -182,13 +183,20 @@ class VersionedWeights:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def _take(self) -> Storage:
+        """Return a storage with any content."""
+        if self._free:
+            return self._free.pop()
+        self._num_made += 1
+        return [torch.empty_like(tensor) for tensor in self._current]
+
     def _release(self) -> None:
         """Give storages back that no pass will read."""
         tracker = self._tracker
         for number in [n for n in self._predicted if n not in tracker.predictions]:
-            self._pool.give(self._predicted.pop(number))
+            self._free.append(self._predicted.pop(number))
         for version in [v for v in self._stored if v not in tracker.versions]:
-            self._pool.give(self._stored.pop(version))
+            self._free.append(self._stored.pop(version))
 
     @torch.no_grad()
     def _step(self, updates: int) -> None:
@@ -197,7 +205,7 @@ class VersionedWeights:
         moved = frozenset(i for i, p in enumerate(self._parameters) if p.grad is not None)
         keeps_update = self._prediction is not None and self._prediction.rule == "last update"
         if keeps_update:
-            self._last = self._last or self._pool.take(self._current)
+            self._last = self._last or self._take()
             _copy(self._current, self._last)
         # What autograd has saved of a parameter either lies in another storage by now, or is to
         # change, by the policy.
@@ -237,7 +245,7 @@ class VersionedWeights:
         if len(moved) == len(self._names):
             self._moved = frozenset(i for i, key in enumerate(moved) if bool(saved.tensor(key)))
         if last and len(last) == len(self._names):
-            self._last = self._last or self._pool.take(self._current)
+            self._last = self._last or self._take()
             for key, tensor in zip(last, self._last, strict=True):
                 tensor.copy_(saved.tensor(key, like=tensor))
         for what, rows in self._kept.items():
@@ -247,25 +255,6 @@ class VersionedWeights:
                 for i, name in enumerate(self._names)
                 if name in names
             }
-
-
-class _WeightPool:
-    """Storages that are not in use."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        self._free: list[Storage] = []
-
-    def take(self, like: Storage) -> Storage:
-        """Return a storage with any content."""
-        if self._free:
-            return self._free.pop()
-        self.made += 1
-        return [torch.empty_like(tensor) for tensor in like]
-
-    def give(self, storage: Storage) -> None:
-        """Take a storage back."""
-        self._free.append(storage)
 
 
 @torch.no_grad()

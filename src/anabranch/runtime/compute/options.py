@@ -12,12 +12,10 @@ from typing import Literal
 import torch
 
 from anabranch.device.kinds import GRAPHS
-from anabranch.graph.split import Split
+from anabranch.graph.autocast import HALF
+from anabranch.graph.opgraph import OpGraph, Precision
 
-Precision = Literal["fp32", "bf16", "fp16"]
 Dropout = Literal["stage", "sample", "off"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +23,15 @@ class ComputeOptions:
     """Options of the computation of stages.
 
     Attributes:
-        precision: ``fp32`` leaves every operation as the model has it. ``bf16`` and ``fp16`` run
-            the forwards under ``torch.autocast``: products and convolutions in half precision,
+        precision: ``fp32`` leaves every operation as the model has it. ``bf16`` and ``fp16`` are
+            ``torch.autocast`` around the forward: products and convolutions in half precision,
             parameters, their gradients and the optimizer as they are. Activations and messages
             between stages take up to half of the bytes; every micro-batch casts the weights once
             more. ``fp16`` scales the loss by the rules of ``torch.amp.GradScaler``, one scale for
             all ranks; a step in which a gradient overflows on any rank is skipped on all. Both need
-            the ranks to agree before any optimizer step. Not with ``exact`` where stages share
-            parameters: one process adds such gradients in half precision.
+            the ranks to agree before any optimizer step. By default that of the plan. Not with
+            ``exact`` where operators share parameters: one process adds such gradients in half
+            precision.
         compile: False, True for ``torch.compile`` with its own default backend (inductor, which
             needs a C++ compiler, on a GPU Triton), or the name of another backend. Each stage is
             compiled for every number of samples when it first meets it: seconds to minutes, on
@@ -67,7 +66,7 @@ class ComputeOptions:
         ValueError: for a value that is not listed, or options that exclude each other.
     """
 
-    precision: Precision = "fp32"
+    precision: Precision | None = None
     compile: bool | str = False
     offload: bool = False
     dropout: Dropout = "stage"
@@ -84,7 +83,7 @@ class ComputeOptions:
                 f"compile {self.compile} replays passes in fixed memory, which is not offloaded: "
                 "leave out one of compile and offload"
             )
-        if self.precision not in ("fp32", *_DTYPES):
+        if self.precision not in (None, "fp32", *HALF):
             raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
         if self.dropout not in ("stage", "sample", "off"):
             raise ValueError(f"dropout {self.dropout!r} is none of stage, sample, off")
@@ -98,7 +97,7 @@ class ComputeOptions:
     @property
     def half(self) -> torch.dtype | None:
         """The element type of autocast, None without it."""
-        return _DTYPES.get(self.precision)
+        return HALF.get(self.precision or "fp32")
 
     @property
     def is_replayed(self) -> bool:
@@ -117,14 +116,14 @@ PLAIN = ComputeOptions()
 """Defaults: the computation of one process."""
 
 
-def require_exact(options: ComputeOptions, parts: Split) -> None:
+def require_exact(options: ComputeOptions, graph: OpGraph) -> None:
     """Accept options under which gradients are bitwise those of one process; raises ValueError for
-    half precision where stages share parameters.
+    half precision where operators share parameters.
     """
-    if options.half is not None and parts.tied:
-        name, stages = next(iter(parts.tied.items()))
+    if options.half is not None and graph.tied:
+        name, readers = next(iter(graph.tied.items()))
         raise ValueError(
             f"under {options.precision} gradients cannot be bitwise those of one process, which "
-            f"adds those of {name} in half precision; stages {', '.join(map(str, stages))} each "
-            "hold it: leave exact out, or keep them together"
+            f"adds those of {name} in half precision; operators {', '.join(graph.names(readers))} "
+            "read it: leave exact out"
         )

@@ -1,25 +1,22 @@
 """Programs of the stages as they are called for each micro-batch, under the compute options::
 
-    program --> sparse gradients --> random numbers --> torch.compile --> autocast --> call
-                (sparse_embeddings)  (dropout)          (compile)         (precision)
+    program --> autocast --> sparse gradients --> random numbers --> torch.compile --> call
+                (precision)  (sparse_embeddings)  (dropout)          (compile)
 
 Made once per stage and number of samples, and kept for all batch sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph_builder import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
@@ -28,7 +25,6 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 from anabranch.runtime.numerics.dropout import BySample, draws, without_dropout
-from anabranch.runtime.numerics.precision import autocast, value_types
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,28 +42,21 @@ class StageCall:
 
 
 class StagePrograms:
-    """Stages of a model under compute options; a ``ProgramSource`` with autocast types."""
+    """Stages of a model under compute options; a ``ProgramSource``.
 
-    def __init__(
-        self, captured: Captured, parts: Split, options: ComputeOptions, place: torch.device
-    ) -> None:
-        self.captured, self.options, self.place = captured, options, place
-        self._parts = parts
-        self._by_sample = BySample(captured, place)
+    Args:
+        parts: of the model without options.
+    """
 
-    @cached_property
-    def _types(self) -> Mapping[int, torch.dtype]:
-        return value_types(self.captured, self.options.half, self.place)
+    def __init__(self, parts: Split, options: ComputeOptions, place: torch.device) -> None:
+        self.options, self.place = options, place
+        self._parts = parts.under_autocast(options.precision, place.type)
+        self.captured = self._parts.captured
+        self._by_sample = BySample(self.captured, place)
 
-    @remembered
     def program(self, stage: int, samples: int) -> StageProgram:
-        """Return the program of a stage for a number of samples, with the types under autocast."""
-        program = self._parts.program(stage, samples, device=self.place)
-        shapes = {
-            value: (shape, self._types.get(value, dtype))
-            for value, (shape, dtype) in program.shapes.items()
-        }
-        return replace(program, shapes=shapes)
+        """Return the program of a stage for a number of samples."""
+        return self._parts.program(stage, samples, device=self.place)
 
     @remembered
     def runnable(self, stage: int, samples: int, *, split: bool = False) -> StageCall:
@@ -98,23 +87,9 @@ class StagePrograms:
             call = torch.compile(
                 module, backend=self.options.backend, fullgraph=True, dynamic=False
             )
-        if self.options.half is not None:
-            call = self._cast(call)
         if self.options.is_replayed and not drawn:
             call = ReplayedCall(call, program.module)
         return StageCall(program, call, rewritten is not None, drawn, notes)
-
-    def _cast(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        half, place = self.options.half, self.place
-
-        def cast(*args: Tensor) -> Any:
-            # Autocast casts a leaf once for all of its uses, as if it were a parameter; gradients
-            # of the uses would then be added in half precision.
-            values = [arg.view_as(arg) if arg.requires_grad else arg for arg in args]
-            with autocast(half, place):
-                return call(*values)
-
-        return cast
 
     def compiling(self, stage: int) -> AbstractContextManager[None]:
         """Say what to do when a stage, or its backward, does not compile."""
@@ -142,10 +117,6 @@ def with_sparse_lookups(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_random(module: nn.Module) -> bool:
-    """Return whether a stage draws from a generator, cached per module."""
-    cached = module.__dict__.get("_anabranch_is_random")
-    if cached is None:
-        graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-        cached = any(draws(node) for graph in graphs for node in graph.nodes)
-        module.__dict__["_anabranch_is_random"] = cached
-    return bool(cached)
+    """Return whether a stage draws from a generator."""
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    return any(draws(node) for graph in graphs for node in graph.nodes)

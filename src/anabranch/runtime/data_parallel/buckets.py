@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from anabranch.remembered import remembered
 from anabranch.runtime.collectives import Pending
-from anabranch.runtime.data_parallel.shards import Shards
+from anabranch.runtime.data_parallel.shards import Shard, Shards
 from anabranch.runtime.mesh import Mesh, Ranks
 
 Named = tuple[str, nn.Parameter]
@@ -115,8 +114,6 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """Gradients side by side in one buffer."""
 
-    _summed: tuple[list[Tensor], Tensor] | None = None
-
     def hold(self, index: int) -> None:
         """Make a parameter's gradient a view of the buffer.
 
@@ -151,34 +148,35 @@ class DenseBucket(Bucket):
         flat, mesh, ranks = self._buffer(), self._mesh, self.ranks
         if all_get_it:
             return [mesh.start_all_reduce(flat, ranks)]
-        if len(self.shards) == 1:
-            return [mesh.start_reduce(flat, ranks, self.shards[0].rank)]
-        pending = []
-        for shard in self.shards:
-            parts = zip(self._flats, self.named, strict=True)
-            pieces = [shard.of(part.view(len(p), -1)) for part, (_, p) in parts]
-            message = pieces[0]
-            if len(pieces) > 1:
-                message = torch.cat([piece.reshape(-1) for piece in pieces])
-                if shard in self._own:
-                    self._summed = pieces, message
-            pending.append(mesh.start_reduce(message, ranks, shard.rank))
-        return [*pending, mesh.start_all_reduce(self._flags, ranks)]
+        pending = [mesh.start_reduce(self._of(s), ranks, s.rank) for s in self.shards]
+        if len(pending) > 1:  # each has its rows without the flags
+            pending.append(mesh.start_all_reduce(self._flags, ranks))
+        return pending
+
+    def _of(self, shard: Shard) -> Tensor:
+        """Return the part of the buffer that has a shard: all of it, or rows of one parameter, as
+        no two parameters are cut alike (``cost.memory.deal``).
+        """
+        if shard.stop is None:
+            return self._buffer()
+        ((_, parameter),) = self.named
+        return shard.of(self._flats[0].view(len(parameter), -1))
 
     def start_all_gather(self) -> Callable[[], None]:
         """Parameters travel in the buffer, those that one rank updates side by side."""
-        flat, pending = self._buffer(), list[Pending]()
-        received, into = list[Tensor](), list[Tensor]()
+        self._buffer()
+        received, into, pending = list[Tensor](), list[Tensor](), list[Pending]()
         for _, parameter in self.named:
             parameter.grad = None
-        for shard, (begin, end, values) in zip(self.shards, self._regions(), strict=True):
+        for shard in self.shards:
+            values = [shard.of(view) for view in self._views]
             rows = [shard.of(parameter.detach()) for _, parameter in self.named]
             if shard in self._own:
                 torch._foreach_copy_(values, rows)
             else:
                 received += values
                 into += rows
-            pending.append(self._mesh.start_broadcast(flat[begin:end], shard.rank, self.ranks))
+            pending.append(self._mesh.start_broadcast(self._of(shard), shard.rank, self.ranks))
 
         def finish() -> None:
             for share in pending:
@@ -189,21 +187,6 @@ class DenseBucket(Bucket):
 
         return finish
 
-    @remembered
-    def _regions(self) -> list[tuple[int, int, list[Tensor]]]:
-        """Return per shard begin and end in the buffer, and its rows there, as they lie in memory
-        in the parameters.
-        """
-        flat, end, regions = self._buffer(), 0, []
-        for shard in self.shards:
-            begin, values = end, []
-            for _, parameter in self.named:
-                rows = shard.of(parameter.detach())
-                values.append(flat.as_strided(rows.shape, dense_strides(rows), end))
-                end += rows.numel()
-            regions.append((begin, end, values))
-        return regions
-
     def wait(self) -> Tensor | None:
         """Wait for the sums; return per parameter whether any rank has a gradient, which is known
         where this rank has all of them.
@@ -211,11 +194,6 @@ class DenseBucket(Bucket):
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        if self._summed is not None:
-            (pieces, message), self._summed = self._summed, None
-            sums = torch.split(message, [piece.numel() for piece in pieces])
-            shaped = [part.view_as(piece) for part, piece in zip(sums, pieces, strict=True)]
-            torch._foreach_copy_(pieces, shaped)
         return self._flags.real if self._lacks else None  # complex beside complex gradients
 
     def hand_out(self, numbers: Sequence[float] | None) -> None:

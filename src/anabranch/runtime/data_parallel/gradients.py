@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -234,19 +234,12 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def divide(parameters: Mapping[str, nn.Parameter], count: int) -> None:
     """Divide gradients, in place."""
-    if count > 1:
-        _scale(parameters, lambda gradients: torch._foreach_div_(gradients, count))
+    if count > 1 and (gradients := gradients_of(parameters)):
+        torch._foreach_div_(list(gradients.values()), count)
 
 
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
     """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
     factor = largest / (math.sqrt(squares) + 1e-6)
-    if factor < 1.0 or math.isnan(factor):
-        _scale(parameters, lambda gradients: torch._foreach_mul_(gradients, factor))
-
-
-def _scale(parameters: Mapping[str, nn.Parameter], scale: Callable[[list[Tensor]], None]) -> None:
-    """Scale all gradients, by one launch or a few."""
-    if gradients := list(gradients_of(parameters).values()):
-        with torch.no_grad():
-            scale(gradients)
+    if (factor < 1.0 or math.isnan(factor)) and (gradients := gradients_of(parameters)):
+        torch._foreach_mul_(list(gradients.values()), factor)

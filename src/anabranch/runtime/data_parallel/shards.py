@@ -42,9 +42,8 @@ class Shard:
         return tensor[self.start : self.stop]
 
     def name(self, parameter: str) -> str:
-        """Name of these rows, as a slice of the parameter."""
-        if self.stop is None:
-            return parameter
+        """Name of these rows, which are not all, as a slice of the parameter."""
+        assert self.stop is not None
         return Slice(parameter, 0, self.start, self.stop).name
 
 

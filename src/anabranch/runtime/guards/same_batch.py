@@ -177,7 +177,11 @@ class BatchWatch:
         While others may still begin the same batch, of which more than one rank must be known to
         tell which is the odd one, it says nothing for a moment, unless the run ``is_over``.
         """
-        differing = [digests for digests in self._by_batch() if len(set(digests.values())) > 1]
+        by_batch: dict[int, dict[int, int]] = {}
+        for rank, seen in self._seen.items():
+            for key, digest in seen.items():
+                by_batch.setdefault(key, {})[rank] = digest
+        differing = [held for held in by_batch.values() if len(set(held.values())) > 1]
         if not differing:
             self._since = float("inf")
             return ""
@@ -187,11 +191,6 @@ class BatchWatch:
             return ""
         ranks = sorted(digests)
         return _refusal(odd_ones([digests[rank] for rank in ranks], ranks))
-
-    def _by_batch(self) -> Iterator[dict[int, int]]:
-        """Per batch, the digests of those who have it."""
-        for key in set[int]().union(*self._seen.values()):
-            yield {rank: seen[key] for rank, seen in self._seen.items() if key in seen}
 
 
 def _refusal(odd: str) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     for count in counts:
         part = chosen[:count]
         rows.append((1.0, float(count), float(sum(p.nbytes for _, p in part))))
-        seconds.append(_seconds(workload, part, place))
+        seconds.append(_Copies(workload, part, place).seconds())
     return replace(fit(rows, seconds), **_temporary(workload, chosen, place))
 
 
@@ -95,8 +96,9 @@ def _temporary(
     """
     largest = named[-1][1].nbytes
     few, total = (sum(p.nbytes for _, p in part) for part in (named[-2:], named))
-    of_few = _temporary_bytes(workload, named[-2:], place)
-    of_all = max(_temporary_bytes(workload, named, place), of_few) if total > few else of_few
+    of_few = of_all = _Copies(workload, named[-2:], place).temporary_bytes()
+    if total > few:
+        of_all = max(_Copies(workload, named, place).temporary_bytes(), of_few)
     share = _noted((of_all - of_few) / max(total - few, 1))
     return {
         "all_temporary": share,
@@ -109,89 +111,80 @@ def _noted(share: float) -> float:
     return share if share >= _SIZES.least_share else 0.0
 
 
-def _temporary_bytes(
-    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
-) -> int:
-    """Bytes that an update takes besides parameters, gradients and the optimizer's state."""
-    copies, optimizer = _copies(workload, named, place)
-    _give_gradients(workload.module, copies, optimizer)
-    _update(copies, optimizer, workload.clip_norm)  # which makes the state
-    held = [*copies.values(), *gradients_of(copies).values()]
-    for state in optimizer.state.values():
-        held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    memory = PeakMemory(place, held)
-    counted = accelerator.has_own_memory(place)
-    before = torch.accelerator.memory_allocated(place) if counted else Storages(held, ()).now
-    with memory.measuring():
-        _update(copies, optimizer, workload.clip_norm)
-    return max(0, memory.peak_bytes - before)
+class _Copies:
+    """Copies of some parameters of a workload on a device, and their optimizer."""
 
+    def __init__(
+        self, workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+    ) -> None:
+        self._workload, self._place = workload, place
+        options: dict[str, Any] = {"device": place, "memory_format": torch.preserve_format}
+        self._held = {n: nn.Parameter(torch.full_like(p, 1e-3, **options)) for n, p in named}
+        self._optimizer = workload.make_optimizer(list(self._held.items()))
+        refuse_unsupported(self._optimizer, None)
 
-def _seconds(
-    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
-) -> float:
-    copies, optimizer = _copies(workload, named, place)
-    other = torch.zeros(_SIZES.cache // 4, device=place)
-    taken: list[float] = []
-    deadline = time.perf_counter() + _BUDGET_S
-    for repeat in range(-2, _REPEATS):
-        _give_gradients(workload.module, copies, optimizer)
-        other.add_(1)  # the passes of a step leave nothing of the optimizer's state in the cache
-        accelerator.synchronize(place)
-        begun = time.perf_counter()
-        _update(copies, optimizer, workload.clip_norm)
-        accelerator.synchronize(place)
-        if repeat >= 0:
-            taken.append(time.perf_counter() - begun)
-            if time.perf_counter() > deadline:
-                break
-    return statistics.median(taken)
+    def temporary_bytes(self) -> int:
+        """Bytes that an update takes besides parameters, gradients and the optimizer's state."""
+        self._give_gradients()
+        self._update()  # which makes the state
+        held = [*self._held.values(), *gradients_of(self._held).values()]
+        for state in self._optimizer.state.values():
+            held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        memory, place = PeakMemory(self._place, held), self._place
+        counted = accelerator.has_own_memory(place)
+        before = torch.accelerator.memory_allocated(place) if counted else Storages(held, ()).now
+        with memory.measuring():
+            self._update()
+        return max(0, memory.peak_bytes - before)
 
+    def seconds(self) -> float:
+        """Median seconds of an update."""
+        other = torch.zeros(_SIZES.cache // 4, device=self._place)
+        taken: list[float] = []
+        deadline = time.perf_counter() + _BUDGET_S
+        for repeat in range(-2, _REPEATS):
+            self._give_gradients()
+            other.add_(
+                1
+            )  # the passes of a step leave nothing of the optimizer's state in the cache
+            accelerator.synchronize(self._place)
+            begun = time.perf_counter()
+            self._update()
+            accelerator.synchronize(self._place)
+            if repeat >= 0:
+                taken.append(time.perf_counter() - begun)
+                if time.perf_counter() > deadline:
+                    break
+        return statistics.median(taken)
 
-def _copies(
-    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
-) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
-    copies = {}
-    for name, parameter in named:
-        values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
-        copies[name] = nn.Parameter(values)
-    optimizer = workload.make_optimizer(list(copies.items()))
-    refuse_unsupported(optimizer, None)
-    return copies, optimizer
+    def _give_gradients(self) -> None:
+        """Give copies gradients of the kind that they have in training: rows where the optimizer
+        takes these alone (``SparseAdam``), or where a table has them and the optimizer is not
+        PyTorch's.
+        """
+        optimizer, named = self._optimizer, self._workload.module.named_modules()
+        has_rows = set(self._held) if isinstance(optimizer, torch.optim.SparseAdam) else set()
+        if taken_gradients(optimizer) is TakenGradients.SPARSE:
+            has_rows |= {
+                f"{path}.weight" if path else "weight"
+                for path, part in named
+                if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            }
+        for name, parameter in self._held.items():
+            gradient = torch.full_like(parameter, 1e-3)
+            is_sparse = name in has_rows and gradient.dim()
+            parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
 
-
-def _give_gradients(
-    module: nn.Module, copies: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
-    """Give copies gradients of the kind that they have in training: rows where the optimizer takes
-    these alone (``SparseAdam``), or where a table has them and the optimizer is not PyTorch's.
-    """
-    has_rows = set(copies) if isinstance(optimizer, torch.optim.SparseAdam) else set()
-    if taken_gradients(optimizer) is TakenGradients.SPARSE:
-        has_rows |= {
-            f"{path}.weight" if path else "weight"
-            for path, part in module.named_modules()
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-        }
-    for name, parameter in copies.items():
-        gradient = torch.full_like(parameter, 1e-3)
-        parameter.grad = gradient.to_sparse(1) if name in has_rows and gradient.dim() else gradient
-
-
-def _update(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    clip_norm: float | None,
-) -> None:
-    gradients = gradients_of(parameters)
-    if clip_norm is None:
-        bad_names(gradients)
-    else:
-        (squares,) = squares_of([*gradients.values()])
-        # As if the norm were too large, which is when clipping costs something.
-        clip(parameters, float(squares), 1e-12)
-    with naming_place("the optimizer of the Workload raised in an update,"):
-        optimizer.step()
+    def _update(self) -> None:
+        gradients = gradients_of(self._held)
+        if self._workload.clip_norm is None:
+            bad_names(gradients)
+        else:
+            (squares,) = squares_of([*gradients.values()])
+            # As if the norm were too large, which is when clipping costs something.
+            clip(self._held, float(squares), 1e-12)
+        with naming_place("the optimizer of the Workload raised in an update,"):
+            self._optimizer.step()
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost:

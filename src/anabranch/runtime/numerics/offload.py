@@ -90,9 +90,9 @@ class _View:
 
 
 class Saved:
-    """Saved tensors of one micro-batch; without a stream copies are made in line."""
+    """Saved tensors of one micro-batch, copied on a stream."""
 
-    def __init__(self, kept: Iterable[Tensor], stream: torch.Stream | None) -> None:
+    def __init__(self, kept: Iterable[Tensor], stream: torch.Stream) -> None:
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
         self._stream = stream
         self._entries: list[_Entry] = []
@@ -143,8 +143,7 @@ class Saved:
     def end(self) -> None:
         """The forward has ended; all copies have been started."""
         self._known.clear()
-        if self._stream is not None:
-            self._copied = self._stream.record_event()
+        self._copied = self._stream.record_event()
 
     def release(self) -> None:
         """Have the device wait for the copies, and give the memory of the tensors back."""
@@ -163,16 +162,12 @@ class _Entry:
         tensor: itself, while it is still on the device.
     """
 
-    def __init__(self, index: int, tensor: Tensor, stream: torch.Stream | None) -> None:
+    def __init__(self, index: int, tensor: Tensor, stream: torch.Stream) -> None:
         self.index, self._stream, self.device = index, stream, tensor.device
         self.users = self._taken = 0
         self._back: Tensor | None = None
         self._ready: torch.Event | None = None
-        self.tensor: Tensor | None = None
-        if stream is None:
-            self._host = tensor.clone()
-            return
-        self.tensor = tensor
+        self.tensor: Tensor | None = tensor
         # It keeps the strides of a dense tensor, so views and kernels find what they knew.
         self._host = accelerator.host_like(tensor)
         stream.wait_stream(accelerator.current_stream(self.device))
@@ -187,9 +182,6 @@ class _Entry:
     def fetch(self) -> None:
         """Start the copy back, unless it is under way, or the tensor still there."""
         if self._back is not None or self.tensor is not None:
-            return
-        if self._stream is None:
-            self._back = self._host.clone()
             return
         self._back = torch.empty_like(self._host, device=self.device)
         # The memory may have been something else's until now.

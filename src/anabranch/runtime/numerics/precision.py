@@ -1,59 +1,16 @@
-"""Mixed precision: autocast of a stage, types of what crosses stages, and the scale of the loss.
-
-Both ends of a message know its types beforehand: they run the model once on fake tensors under the
-same autocast.
-"""
+"""Scale of the loss under fp16."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
-from anabranch.graph.capture import Captured
-
-
-def autocast(half: torch.dtype | None, place: torch.device) -> AbstractContextManager[Any]:
-    """Autocast on the device of the stage, or nothing."""
-    return nullcontext() if half is None else torch.autocast(place.type, dtype=half)
-
-
-def value_types(
-    captured: Captured, half: torch.dtype | None, place: torch.device
-) -> Mapping[int, torch.dtype]:
-    """Types of values under autocast on the device, by index, where they differ."""
-    if half is None:
-        return {}
-    program = captured.programs.at(captured.programs.samples, device=place)
-    env: dict[fx.Node, Any] = {}
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with mode, torch.no_grad(), autocast(half, place):
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                like = node.meta["val"]
-                env[node] = torch.empty_strided(
-                    like.size(), like.stride(), dtype=like.dtype, device=like.device
-                )
-            elif node.op == "get_attr":
-                env[node] = program.regions[str(node.target)]
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)
-    calls = program.calls
-    return {
-        value: env[calls[call]].dtype
-        for value, call in enumerate(captured.value_calls)
-        if call >= 0 and env[calls[call]].dtype != calls[call].meta["val"].dtype
-    }
 
 
 @dataclass

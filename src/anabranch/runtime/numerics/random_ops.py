@@ -1,6 +1,7 @@
 """ATen's random operations by their definitions, with numbers from streams (``RandomSite``).
 
-Each takes a site, then the operation's own arguments; ``DRAWS`` has them by name.
+Each takes a site, then the operation's own arguments; ``DRAWS`` has them by name. All are in
+training: a call out of training draws nothing (``dropout.draws``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from anabranch.runtime.numerics.random_streams import RandomSite, exact_type
 
@@ -29,36 +29,21 @@ def draw(
     return DRAWS[name](RandomSite(streams, row, blocks, shape), *args, **kwargs)
 
 
-def _nothing(x: Tensor) -> Tensor:
-    """All dropped; still a function of x to autograd."""
-    return torch.where(torch.zeros_like(x, dtype=torch.bool), x, 0.0)
-
-
-def dropout(site: RandomSite, x: Tensor, p: float, train: bool = True) -> Tensor:
-    """Zero with probability p, the rest scaled up; a shape with ones drops whole features."""
-    if not train:
-        return x
-    if p >= 1.0:
-        return _nothing(x)
-    return torch.where(site.kept(1.0 - p), x * (1.0 / (1.0 - p)), 0.0)
-
-
-def native_dropout(
-    site: RandomSite, x: Tensor, p: float, train: bool | None = True
-) -> tuple[Tensor, Tensor]:
+def native_dropout(site: RandomSite, x: Tensor, p: float, *_: Any) -> tuple[Tensor, Tensor]:
     """Dropout that returns what it kept as well."""
-    if train is False:
-        return x, torch.ones_like(x, dtype=torch.bool)
     keep = site.kept(1.0 - p)
     return torch.where(keep, x * (0.0 if p >= 1.0 else 1.0 / (1.0 - p)), 0.0), keep
 
 
-def alpha_dropout(site: RandomSite, x: Tensor, p: float, train: bool = True) -> Tensor:
+def dropout(site: RandomSite, x: Tensor, p: float, *_: Any) -> Tensor:
+    """Zero with probability p, the rest scaled up; a shape with ones drops whole features."""
+    return native_dropout(site, x, p)[0]
+
+
+def alpha_dropout(site: RandomSite, x: Tensor, p: float, *_: Any) -> Tensor:
     """Dropout that keeps mean and variance under SELU (Klambauer and others, 2017)."""
-    if not train:
-        return x
     if p >= 1.0:
-        return _nothing(x)
+        return dropout(site, x, p)
     alpha = 1.7580993408473766
     scale = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
     shift = alpha * scale * p
@@ -107,12 +92,10 @@ def rrelu(
     x: Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
-    training: bool = False,
-    **_: Any,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     """ReLU whose negative side has random slopes."""
-    if not training:
-        return F.leaky_relu(x, (lower + upper) / 2)
     slope = site.uniform(x.dtype) * (upper - lower) + lower
     return torch.where(x <= 0, x * slope, x)
 

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -135,18 +135,15 @@ class HostTransport:
             line.peer.window.disown()
 
 
+@dataclass(slots=True, eq=False)
 class _Awaited:
     """A receive, with its message once that is there."""
 
-    __slots__ = ("data", "device", "line", "record", "specs")
-    record: Record
-    data: memoryview | None
-
-    def __init__(
-        self, line: _PeerConnection, specs: tuple[Spec, ...], device: torch.device
-    ) -> None:
-        self.line, self.specs, self.device = line, specs, device
-        self.data = None
+    line: _PeerConnection
+    specs: tuple[Spec, ...]
+    device: torch.device
+    record: Record = field(init=False)
+    data: memoryview | None = None
 
     def wait(self) -> list[Tensor]:
         if self.data is None:
@@ -163,16 +160,10 @@ class _Awaited:
         return [tensor.to(self.device) for tensor in tensors]
 
 
-@dataclass(slots=True)
-class _ReceiveQueue:
-    """Messages that nobody has asked for, or receives that nothing has come for."""
-
-    arrived: deque[tuple[Record, memoryview]]
-    posted: deque[_Awaited]
-
-
 class _PeerConnection:
-    """All messages to and from one other rank."""
+    """All messages to and from one other rank, by their tags: those that have come and nobody has
+    asked for, and receives that nothing has come for.
+    """
 
     def __init__(self, rank: int, peer: Peer, timeout: float) -> None:
         self.peer = peer
@@ -180,17 +171,15 @@ class _PeerConnection:
         self._poll = select.poll()
         self._poll.register(peer.wakes, select.POLLIN)
         self._poll.register(peer.socket, 0)  # its end shows in any case
-        self._channels: defaultdict[int, _ReceiveQueue] = defaultdict(
-            lambda: _ReceiveQueue(deque(), deque())
-        )
+        self._arrived: defaultdict[int, deque[tuple[Record, memoryview]]] = defaultdict(deque)
+        self._posted: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
 
     def post(self, specs: tuple[Spec, ...], device: torch.device, tag: int) -> _Awaited:
         awaited = _Awaited(self, specs, device)
-        channel = self._channels[tag]
-        if channel.arrived:
-            awaited.record, awaited.data = channel.arrived.popleft()
+        if arrived := self._arrived[tag]:
+            awaited.record, awaited.data = arrived.popleft()
         else:
-            channel.posted.append(awaited)
+            self._posted[tag].append(awaited)
         return awaited
 
     def wait_for(self, awaited: _Awaited) -> None:
@@ -209,7 +198,7 @@ class _PeerConnection:
     def arrivals(self, tag: int) -> list[tuple[int, memoryview]]:
         """Return this rank and the bytes of each message with a tag that has come."""
         self._take_in()
-        arrived = self._channels[tag].arrived
+        arrived = self._arrived[tag]
         taken = [(self._rank, data) for _, data in arrived]
         arrived.clear()
         return taken
@@ -230,12 +219,11 @@ class _PeerConnection:
 
     def _take_in(self) -> None:
         for record, data in self.peer.reader.read():
-            channel = self._channels[record.tag]
-            if channel.posted:
-                awaited = channel.posted.popleft()
+            if posted := self._posted[record.tag]:
+                awaited = posted.popleft()
                 awaited.record, awaited.data = record, data
             else:
-                channel.arrived.append((record, data))
+                self._arrived[record.tag].append((record, data))
 
     def lost(self, reason: str) -> PeerLostError:
         """Return the error for a connection that broke."""
@@ -262,5 +250,4 @@ def _close(owner: int, peers: Iterable[Peer], segment: Segment) -> None:
         with contextlib.suppress(OSError):
             peer.socket.shutdown(socket.SHUT_RDWR)
         peer.close()
-        peer.window.close()
     segment.close()

@@ -74,7 +74,7 @@ class Peer:
 
     def close(self) -> None:
         """Close what the kernel would close at the end of this process."""
-        for end in (self.socket, self.wakes, self.wakes_peer):
+        for end in (self.socket, self.wakes, self.wakes_peer, self.window):
             end.close()
 
 
@@ -116,9 +116,7 @@ def meet(rank: int, exchange: Exchange) -> Meeting:
             wakes.close()
     said = exchange(bytes(other in peers for other in range(len(cards))))
     for other in [other for other in peers if not said[other][rank]]:
-        peer = peers.pop(other)
-        peer.close()
-        peer.window.close()
+        peers.pop(other).close()
     if segment is not None and not peers:  # nobody would close it
         segment.close()
         segment = None

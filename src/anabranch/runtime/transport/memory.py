@@ -238,10 +238,7 @@ class Writer:
         self._put(record)
 
     def _put(self, record: Record) -> None:
-        tag, nbytes, num_tensors, signature, place = record
-        _RECORD.pack_into(
-            self._chunk.memory, self._position, tag, nbytes, num_tensors, signature, *place
-        )
+        _RECORD.pack_into(self._chunk.memory, self._position, *record[:4], *record.place)
         self._position += _RECORD.size
         fence()
         self._counter[0] += 1
@@ -270,14 +267,13 @@ class Reader:
         result: list[tuple[Record, memoryview]] = []
         while self._num_read < written:
             self._num_read += 1
-            tag, nbytes, num_tensors, signature, *where = _RECORD.unpack_from(
-                self._chunk.memory, self._position
-            )
+            numbers = _RECORD.unpack_from(self._chunk.memory, self._position)
             self._position += _RECORD.size
-            place = BlockAddress(*where)
-            if num_tensors:
-                record = Record(tag, nbytes, num_tensors, signature, place)
-                result.append((record, self._window.chunk(place).lend(place.block, nbytes)))
+            place = BlockAddress(*numbers[4:])
+            record = Record._make((*numbers[:4], place))
+            if record.num_tensors:
+                data = self._window.chunk(place).lend(place.block, record.nbytes)
+                result.append((record, data))
             else:
                 self._chunk.free(self._index)
                 self._enter(place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.emulation.stages import EmptyStages
+from anabranch.emulation.emulation import EmptyStages
 from anabranch.plans.edges import message_edges
 from anabranch.runtime.messages import Item, Layout
 from anabranch.runtime.plan_parts import parts_of
