@@ -9,6 +9,7 @@ import pytest
 
 from anabranch.planner.base import Runs
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import UpdateCost
 from anabranch.solve.contest import Contest
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.schedule_choice import AUTO
@@ -73,6 +74,17 @@ def test_a_search_that_is_misled_looks_at_rows_as_well(propose, row, size, shape
     plan = found(cost, 8)
     assert size_of(plan) == size
     assert f"in a {shape}" in plan.notes
+
+
+def test_the_best_plan_is_tried_with_shared_state_whatever_a_search_expects():
+    """A second for each of 8 bytes to update, and a search that thinks nothing of shared state."""
+    cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
+    cost = replace(cost, profile=replace(cost.profile, update=UpdateCost(0, 0, 1.0)))
+    graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 8)
+    contest = Contest(cost, AUTO, Rounds(graph, []), SearchBudget(), may_share=True)
+    contest.judge.consider([graph])
+    contest.share()
+    assert contest.cost.shard_optimizer
 
 
 def test_where_state_is_shared_in_any_case_backwards_are_split():

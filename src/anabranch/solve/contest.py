@@ -87,7 +87,10 @@ class Contest:
         limit = sharing.best_s
         near: Iterable[StageGraph] = filter(_is_replicated, (*plain.seconds(), *plain.unfit))
         if self._improving is not None:
-            near = self._improving.promising(near, Runs(shared=True), limit)
+            promising = self._improving.promising(near, Runs(shared=True), limit)
+            half = SETTINGS.share_proposals // 2
+            ranked = [*filter(_is_replicated, plain.ranked())]
+            near = [*dict.fromkeys([*promising[:half], *ranked[:half], *promising])]
             near = near[: SETTINGS.share_proposals]
         sharing.consider(near, self.budget.simulation, in_order=self._improving is not None)
         if sharing.best_s < limit:

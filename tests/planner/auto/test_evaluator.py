@@ -156,6 +156,26 @@ def test_messages_go_where_replicas_have_samples_in_common(owner):
     assert Evaluator(cost, 32)(mixed) == pytest.approx(simulated_s(cost, 32, mixed), rel=0.02)
 
 
+@pytest.mark.parametrize("node", [2, 4])
+@pytest.mark.parametrize("branches", [2, 3])
+def test_branches_that_meet_wait_for_each_other_on_cards(branches, node):
+    """Branches on a node each, joined on as many others: gradients to several nodes take turns on a
+    card, and the node that receives waits for all that send. On nodes of 4 that takes twice as long
+    as if cards were always busy.
+    """
+    linked = linked_model(branches + 1, [(b, branches) for b in range(branches)]).profile
+    values = tuple(replace(value, nbytes=100) for value in linked.graph.values)
+    profile = replace(linked, graph=replace(linked.graph, values=values))
+    digits = "0123"[: branches + 1]
+    owner = "".join(digit * node for digit in digits[:-1]) + digits[-1] * branches * node
+    machine = cluster(len(owner), node=node, memory=2**40, bandwidth=1e6, card=10.0)
+    cost = CostModel(profile, machine)
+    joined = draft(digits, owner, microbatch=branches * node)
+    batch_size = 16 * branches * node
+    simulated = simulated_s(cost, batch_size, joined)
+    assert Evaluator(cost, batch_size)(joined) == pytest.approx(simulated, rel=0.04)
+
+
 def test_devices_that_share_cores_have_equal_parts_of_them():
     """Two operators of 1 s per sample side by side, as one micro-batch of 8 on a device each: 8 s,
     but 16 s where both devices have one core.

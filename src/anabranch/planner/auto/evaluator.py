@@ -7,8 +7,9 @@ of two drafts is the quicker one:
   and the last micro-batch, which may be a short one;
 - messages on links and on the cards of nodes that stages share, beside compute, each as soon as
   its receive is posted; by the slices that replicas of two stages have in common, which may meet
-  inside of nodes. On the card of a node they come one after the other, and a stage goes on with the
-  first: how much later the last is counts once, for the replicas behind it are as late in turn;
+  inside of nodes. On the card of a node they come one after the other, those to several stages in
+  turn, and a stage goes on with the first: how much later the last is counts once, for the replicas
+  behind it are as late in turn;
 - all-reduces, piece by piece from within the last backward on, in turn with messages on the same
   links; then updates, which wait for all of them, and what replicas that share the optimizer's
   state send each other;
@@ -17,8 +18,8 @@ of two drafts is the quicker one:
   share some.
 
 It is no judge: what it likes is simulated (``simulator``). Left out are how replicas wait for each
-other on the cards of nodes where stages differ in micro-batch size (8 to 25 % of the step in
-candle-uno's drafts on 32 devices); and parameters that stages share.
+other on the cards of nodes where stages differ in micro-batch size (6 to 10 % of the step in
+candle-uno's drafts where cards are slow); and parameters that stages share.
 """
 
 from __future__ import annotations

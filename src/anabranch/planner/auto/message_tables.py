@@ -70,6 +70,10 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
 
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
+
+    Devices of a node take turns on their card, so what they send to one stage lies between what
+    they send to others. A message to one slower card so holds faster ones for longer than it uses
+    them: with R devices on a card for 1 - 1/R of the difference.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
@@ -104,8 +108,11 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
             edge.byte_s, edge.apart_s = link / size, max(0.0, card - link) / size
     edge.latency = levels[farthest].latency
     edge.far = 1 if farthest > 0 and node > 1 else 0
+    slowest = max(edge.port_s[0, 1], edge.port_s[1, 1])
     for end in range(2):
+        stage = state.stages[edge.ends[end]]
         edge.fixed[end] *= copies
+        edge.port_s[end, 1] += (slowest - edge.port_s[end, 1]) * (1 - stage.nodes / stage.devices)
         for kind in range(2):
             edge.port_s[end, kind] /= max(b, c)
 
