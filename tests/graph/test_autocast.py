@@ -87,8 +87,9 @@ def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
     torch.manual_seed(0)
     module = Halved()
     plain = capture(module, batch(), granularity="operator")
-    assert plain.under_autocast("fp32", "cpu") is plain
     here, there = (plain.under_autocast("bf16", kind) for kind in ("cpu", "cuda"))
+    assert plain.under_autocast("fp32", "cpu") is here.under_autocast("fp32", "cpu") is plain
+    assert here.under_autocast("bf16", "cuda") is there
     for half in (here, there):
         assert (half.graph.ops, half.graph.edges) == (plain.graph.ops, plain.graph.edges)
         pairs = list(zip(half.graph.values, plain.graph.values, strict=True))

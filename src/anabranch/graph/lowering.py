@@ -33,6 +33,7 @@ from anabranch.graph.export import user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
+    CALL,
     CONSTANT,
     IN_AUTOCAST,
     PARAMETER,
@@ -128,6 +129,8 @@ def with_casts(
                 builder.operator = owners[node]
                 builder.call(node)
         cast = builder.finish(program.samples, [builder.env[node] for node in program.outputs])
+    for call, node in enumerate(program.calls):
+        node.meta.setdefault(CALL, call)
     for node, new in builder.env.items():
         if isinstance(new, fx.Node):
             new.meta |= {key: node.meta[key] for key in node.meta.keys() - new.meta.keys()}
