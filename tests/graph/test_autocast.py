@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
 from anabranch.graph.flat_program import gradient_types
+from tests import losses
 from tests.graph.chain import check_split, random_stages
 
 HALF = torch.bfloat16
@@ -99,6 +100,19 @@ def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
     for seed in range(3):
         stages = random_stages(plain.graph, 4, seed)
         assert check_split(here, batch(), stages, exact=True) == 0.0
+
+
+@pytest.mark.parametrize("name", ["aligned", "balanced", "pairs of the chosen"])
+def test_losses_of_sizes_that_depend_on_the_data_are_cast(name: str) -> None:
+    """Also those of connectionist temporal classification, in full precision by PyTorch's rules."""
+    torch.manual_seed(0)
+    module, leaves = losses.MODELS[name][0](), losses.batch(8)
+    programs = capture(module, leaves).under_autocast("bf16", "cpu").programs
+    found = programs.run(programs.example, programs.with_statistics(leaves))[0]
+    with torch.autocast("cpu", HALF):
+        expected = module(**leaves)
+    expected = expected["loss"] if isinstance(expected, dict) else expected
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.0, check_dtype=False)
 
 
 def test_casts_do_not_depend_on_the_device_of_a_program() -> None:

@@ -128,6 +128,7 @@ def with_casts(
             elif node.op == "call_function":
                 builder.operator = owners[node]
                 builder.call(node)
+                _know_sizes(builder.env[node], node)
         cast = builder.finish(program.samples, [builder.env[node] for node in program.outputs])
     for call, node in enumerate(program.calls):
         node.meta.setdefault(CALL, call)
@@ -135,6 +136,15 @@ def with_casts(
         if isinstance(new, fx.Node):
             new.meta |= {key: node.meta[key] for key in node.meta.keys() - new.meta.keys()}
     return replace(cast, statistics=program.statistics), builder.owners
+
+
+def _know_sizes(new: Any, known: fx.Node) -> None:
+    """Tell a value that depends on the data the sizes that a later call has shown."""
+    if isinstance(new, fx.Node) and isinstance(known.meta["val"], torch.Tensor):
+        for size, other in zip(new.meta["val"].shape, known.meta["val"].shape, strict=True):
+            number = other.node.maybe_as_int() if isinstance(other, torch.SymInt) else other
+            if isinstance(size, torch.SymInt) and number is not None:
+                torch._check(size == number)  # type: ignore[no-untyped-call]
 
 
 def require_samples(exported: torch.export.ExportedProgram, samples: int) -> None:
