@@ -71,7 +71,7 @@ class Job:
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
-        captured = self.captured.under_autocast(self.source.precision, self.device)
+        captured = self.captured.under_autocast(self.source.precision or "fp32", self.device)
         what = self.workload, powers_of_two(batch_size), captured
         time = partial(measured, *what, self.device, self.source.model)
         if self.device != CPU and "RANK" not in os.environ:
@@ -87,7 +87,7 @@ class Job:
         """Make the programs of a plan's stages once, which forked ranks inherit."""
         from anabranch.runtime.plan_parts import prepare
 
-        how = self.source.precision, self.device
+        how = self.source.precision or "fp32", self.device
         prepare(self.captured, graph, self.workload, *how)
 
     def batch_size(self, local: LocalPlanSettings) -> int:

@@ -191,12 +191,12 @@ class EstimatedModelSettings(ModelSettings):
 
     no_cache: NoCache = False
     precision: Annotated[
-        Precision,
+        Precision | None,
         typer.Option(
             help="Time and memory under autocast to bf16 or fp16, in which training by the plan "
-            "is then."
+            "is then [default: the profile file's, or fp32]."
         ),
-    ] = "fp32"
+    ] = None
 
     @property
     def source(self) -> ModelSource:

@@ -38,7 +38,7 @@ class ModelSource:
 
     Attributes:
         rewrites: of the captured program, as text; see ``graph.rewrites``.
-        precision: of the autocast that costs are under.
+        precision: of the autocast that costs are under; that of a profile file by default.
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
         facts: for a JSON document, filled as the model is read: ``kept_capture``, if one is used.
         batch_size: samples that training would have at once, if a note is to say why it would
@@ -52,7 +52,7 @@ class ModelSource:
     keep: bool = True
     rewrites: tuple[str, ...] = ()
     batch_size: int | None = None
-    precision: Precision = "fp32"
+    precision: Precision | None = None
     facts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
 
     @property
@@ -86,7 +86,7 @@ class ModelSource:
             plan.granularity,
             keep,
             plan.rewrites,
-            precision=plan.precision,
+            precision=None if plan.precision == "fp32" else plan.precision,
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
@@ -174,7 +174,7 @@ class ModelSource:
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
             profile = read_profile_file(self.model, self.options, device, samples)
-            if self.precision not in ("fp32", profile.graph.precision):
+            if self.precision not in (None, profile.graph.precision):
                 raise typer.BadParameter(
                     f"{self.model} is a profile in {profile.graph.precision}; make one with "
                     f"anabranch profile MODEL --precision {self.precision}"
@@ -201,9 +201,10 @@ class ModelSource:
         self, build: Callable[[], Workload], device: str, counts: tuple[int, ...]
     ) -> Profile:
         self.facts["kept_capture"] = False
+        precision = self.precision or "fp32"
         if _is_here(device):
             workload = build()
-            captured = self.capture(workload).under_autocast(self.precision, device.split(":")[0])
+            captured = self.capture(workload).under_autocast(precision, device.split(":")[0])
             return measured(workload, counts, captured, device, self.model)
         from anabranch.files.capture_cache import estimated
 
@@ -213,10 +214,10 @@ class ModelSource:
                 estimated,
                 self.model,
                 build,
-                lambda workload: self.capture(workload).under_autocast(self.precision, USUAL),
+                lambda workload: self.capture(workload).under_autocast(precision, USUAL),
                 device,
                 counts,
-                settings=[self.preset, *options, self.granularity, *self.rewrites, self.precision],
+                settings=[self.preset, *options, self.granularity, *self.rewrites, precision],
                 keep=self.keep,
                 on_kept=self._say_kept,
             )

@@ -40,6 +40,7 @@ def test_a_plan_has_the_precision_of_its_profile(run, document, tmp_path):
     assert plan["precision"] == "bf16"
     assert plan["profile"].endswith(", in bf16")
     assert "precision" not in document("plan", paths["full"], *search)
-    code, _, error = run("plan", paths["full"], *search, "--precision", "bf16")
-    assert code == 2
-    assert "is a profile in fp32" in error
+    for path, asked in ((paths["full"], "bf16"), (paths["half"], "fp32")):
+        code, _, error = run("plan", path, *search, "--precision", asked)
+        assert code == 2
+        assert f"--precision {asked}" in error
