@@ -78,7 +78,9 @@ class Halved(nn.Module):
             q, k = (t.view(-1, 1, 2, 4) for t in (h, x))
             h = F.scaled_dot_product_attention(q, k, q).view(-1, 1, 8)
             h = self.memory(h.transpose(0, 1).float())[0][0]
-            return F.cross_entropy(self.last(h), word)
+            scores = self.last(h)
+            scores = scores.masked_fill(scores > 1, torch.finfo(scores.dtype).min)
+            return F.cross_entropy(scores, word)
 
 
 def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:

@@ -13,6 +13,7 @@ tensors of that many samples, which also tells shapes, gradients and shared stor
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.written_views import new_value, put_back, viewed, views, writes_first
 
 _aten = torch.ops.aten
+_LARGEST = torch.finfo(torch.float32).max
 _CHECKS = {
     "aten::_assert_tensor_metadata",
     "aten::_assert_scalar",
@@ -260,7 +262,13 @@ class _ProgramBuilder:
             several = self.made(node, target, (*fixed, body, *inputs), {})
             return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
 
+        read = [node for node in args if isinstance(node, fx.Node)]
+        dtypes = {types.get(node, getattr(node.meta["val"], "dtype", None)) for node in read}
+        half = torch.finfo(region.dtype if region.dtype in dtypes else torch.float32)
+
         def operand(source: Any) -> Any:
+            if isinstance(source, float) and abs(source) == _LARGEST:  # as a model asks of a type
+                return math.copysign(half.max, source)
             dtype = types.get(source) if isinstance(source, fx.Node) else None
             if dtype is None:
                 return source
