@@ -30,15 +30,9 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from anabranch.graph import flat_program
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    CALL,
-    CONSTANT,
-    FlatProgram,
-    gradient_strides,
-)
+from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CALL, CONSTANT, FlatProgram
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import Precision
@@ -191,7 +185,7 @@ class Split:
         """Strides of the gradients of values that are sent, where they are those of one process."""
         program = self.captured.programs.at(samples, device=place)
         sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
-        return gradient_strides(program, [program.calls[call] for call in sent])
+        return flat_program.gradient_strides(program, [program.calls[call] for call in sent])
 
     def needed(self, program: FlatProgram, stage: int) -> list[fx.Node]:
         """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
