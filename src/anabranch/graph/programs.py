@@ -182,7 +182,7 @@ class Programs:
 
     def owners(self, program: FlatProgram) -> dict[fx.Node, int]:
         """Per call of a program, the index of its operator, or ``FREE`` for calls to copy."""
-        return dict(zip(program.calls, self.grouping.owners, strict=True))
+        return self.grouping.owner_of(program)
 
     @property
     def statistics(self) -> frozenset[str]:

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.errors import CaptureError
+from torch import nn
+
+from anabranch.errors import CaptureError, some
 from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.rewrites.calls import Sites
 from anabranch.graph.rewrites.products import join_split, products, tensor_split
 from anabranch.graph.rewrites.sliced_values import concatenated_widths
 from anabranch.graph.rewrites.table_split import table_columns, table_rows
+from anabranch.graph.slices import whole_name
 
 PARTS = 2
 """Parts that a rewrite makes where it is not told how many."""
@@ -95,15 +98,21 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
 
 
 def require_sites(
-    module: str, asked: Sequence[Rewrite], applied: Sequence[Rewrite], reasons: Sequence[str]
+    module: nn.Module, asked: Sequence[Rewrite], applied: Sequence[Rewrite], reasons: Sequence[str]
 ) -> None:
     """Refuse a rewrite that was asked for and has not changed a program, or not where it was to.
 
     Raises:
         CaptureError: with the reason.
     """
+    name, names = type(module).__name__, dict(module.named_parameters(remove_duplicate=False))
     for rule, done, why in zip(asked, applied, reasons, strict=True):
         missing = [site for site in rule.sites or () if site not in (done.sites or ())]
+        if strange := [site for site in missing if whole_name(site) not in names]:
+            raise CaptureError(
+                f"{name} has no parameter {some(strange)}, which a rewrite is of; a plan with such "
+                f"a rewrite is of another model: this one has {some(names)}"
+            )
         if missing or not done.sites:
             where = f" at {', '.join(missing)}" if missing else ""
-            raise CaptureError(f"{rule.name} changes nothing in {module}{where}: {why}")
+            raise CaptureError(f"{rule.name} changes nothing in {name}{where}: {why}")
