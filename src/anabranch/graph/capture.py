@@ -32,7 +32,7 @@ from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
-from anabranch.graph.rewrites import Rewrite, applicable, require_sites
+from anabranch.graph.rewrites import Rewrite, applicable, require_parameters, require_sites
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.sample_order import reordering_calls, uncertain_calls
 from anabranch.graph.slices import in_slices, view_named, whole_name
@@ -73,6 +73,7 @@ def capture(
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
     layout = BatchLayout.of(example)
     rules = [Rewrite.parse(text) for text in rewrites]
+    require_parameters(module, rules)
     exporter = Exporter(module, layout, training, device_of(module), rules)
     for unknown in ("mean", "sum", "coupled"):
         assumption = Assumption(frozenset(per_sample), unknown)
@@ -88,7 +89,7 @@ def capture(
             f"{type(module).__name__} calls no operator {', '.join(missing)}, which per_sample "
             f"names; it calls {', '.join(sorted(called))}"
         )
-    require_sites(module, rules, exporter.rewrites, exporter.refusals)
+    require_sites(type(module).__name__, rules, exporter.rewrites, exporter.refusals)
     return captured
 
 

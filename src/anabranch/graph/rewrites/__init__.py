@@ -97,22 +97,27 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
     return applied, reasons
 
 
+def require_parameters(module: nn.Module, rewrites: Sequence[Rewrite]) -> None:
+    """Raise CaptureError if a module lacks a parameter that a rewrite is of."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    sites = {site for rule in rewrites for site in rule.sites or ()}
+    if strange := sorted(site for site in sites if whole_name(site) not in names):
+        raise CaptureError(
+            f"{type(module).__name__} has no parameter {some(strange)}, which a rewrite is of; a "
+            f"plan with such a rewrite is of another model: this one has {some(names)}"
+        )
+
+
 def require_sites(
-    module: nn.Module, asked: Sequence[Rewrite], applied: Sequence[Rewrite], reasons: Sequence[str]
+    module: str, asked: Sequence[Rewrite], applied: Sequence[Rewrite], reasons: Sequence[str]
 ) -> None:
     """Refuse a rewrite that was asked for and has not changed a program, or not where it was to.
 
     Raises:
         CaptureError: with the reason.
     """
-    name, names = type(module).__name__, dict(module.named_parameters(remove_duplicate=False))
     for rule, done, why in zip(asked, applied, reasons, strict=True):
         missing = [site for site in rule.sites or () if site not in (done.sites or ())]
-        if strange := [site for site in missing if whole_name(site) not in names]:
-            raise CaptureError(
-                f"{name} has no parameter {some(strange)}, which a rewrite is of; a plan with such "
-                f"a rewrite is of another model: this one has {some(names)}"
-            )
         if missing or not done.sites:
             where = f" at {', '.join(missing)}" if missing else ""
-            raise CaptureError(f"{rule.name} changes nothing in {name}{where}: {why}")
+            raise CaptureError(f"{rule.name} changes nothing in {module}{where}: {why}")
