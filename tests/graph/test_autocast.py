@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
 from anabranch.graph.flat_program import gradient_types
+from tests import losses
 from tests.graph.chain import check_split, random_stages
 
 HALF = torch.bfloat16
@@ -77,7 +78,9 @@ class Halved(nn.Module):
             q, k = (t.view(-1, 1, 2, 4) for t in (h, x))
             h = F.scaled_dot_product_attention(q, k, q).view(-1, 1, 8)
             h = self.memory(h.transpose(0, 1).float())[0][0]
-            return F.cross_entropy(self.last(h), word)
+            scores = self.last(h)
+            scores = scores.masked_fill(scores > 1, torch.finfo(scores.dtype).min)
+            return F.cross_entropy(scores, word)
 
 
 def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
@@ -87,8 +90,9 @@ def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
     torch.manual_seed(0)
     module = Halved()
     plain = capture(module, batch(), granularity="operator")
-    assert plain.under_autocast("fp32", "cpu") is plain
     here, there = (plain.under_autocast("bf16", kind) for kind in ("cpu", "cuda"))
+    assert plain.under_autocast("fp32", "cpu") is here.under_autocast("fp32", "cpu") is plain
+    assert here.under_autocast("bf16", "cuda") is there
     for half in (here, there):
         assert (half.graph.ops, half.graph.edges) == (plain.graph.ops, plain.graph.edges)
         pairs = list(zip(half.graph.values, plain.graph.values, strict=True))
@@ -98,6 +102,19 @@ def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
     for seed in range(3):
         stages = random_stages(plain.graph, 4, seed)
         assert check_split(here, batch(), stages, exact=True) == 0.0
+
+
+@pytest.mark.parametrize("name", ["aligned", "balanced", "pairs of the chosen"])
+def test_losses_of_sizes_that_depend_on_the_data_are_cast(name: str) -> None:
+    """Also those of connectionist temporal classification, in full precision by PyTorch's rules."""
+    torch.manual_seed(0)
+    module, leaves = losses.MODELS[name][0](), losses.batch(8)
+    programs = capture(module, leaves).under_autocast("bf16", "cpu").programs
+    found = programs.run(programs.example, programs.with_statistics(leaves))[0]
+    with torch.autocast("cpu", HALF):
+        expected = module(**leaves)
+    expected = expected["loss"] if isinstance(expected, dict) else expected
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.0, check_dtype=False)
 
 
 def test_casts_do_not_depend_on_the_device_of_a_program() -> None:

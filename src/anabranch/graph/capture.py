@@ -145,6 +145,7 @@ class Captured:
         assumed: names of the operators that it was needed for.
         slices: of parameters that a rewrite has cut, by name, as far as they were asked for.
         variants: this one and the same operators for batches of other sizes, by sizes.
+        plain: without casts of ``under_autocast``.
     """
 
     graph: OpGraph
@@ -163,9 +164,11 @@ class Captured:
     assumed: tuple[str, ...]
     slices: dict[str, nn.Parameter] = field(default_factory=dict)
     variants: dict[Sizes, Captured] = field(init=False)
+    plain: Captured = field(init=False)
 
     def __post_init__(self) -> None:
         self.variants = {self.layout.sizes: self}
+        self.plain = self
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name, which may be a slice of one of the module's."""
@@ -222,6 +225,8 @@ class Captured:
         Args:
             device_type: such as ``cuda``; autocast casts other operations on other devices.
         """
+        if self is not self.plain:
+            return self.plain.under_autocast(precision, device_type)
         if precision in (None, "fp32"):
             return self
         programs = self.programs.under_autocast(precision, device_type)
@@ -230,7 +235,9 @@ class Captured:
         traits = CallTraits(program, other)
         graph, calls, dims = build(self.module, traits, programs.grouping, self.training)
         graph = replace(self.graph, values=graph.values, precision=precision)
-        return replace(self, graph=graph, programs=programs, value_calls=calls, batch_dims=dims)
+        cast = replace(self, graph=graph, programs=programs, value_calls=calls, batch_dims=dims)
+        cast.plain = self
+        return cast
 
     def like(self, example: Batch) -> Captured:
         """The same operators for batches with other sizes, such as shorter sequences. Made once.

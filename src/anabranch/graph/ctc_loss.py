@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.device.kinds import CPU, USUAL
+
 _aten = torch.ops.aten
 
 
@@ -96,4 +98,6 @@ def operator() -> Any:
         return gradient(upstream, *options), *[None] * 5
 
     losses.register_autograd(back, setup_context=keep)
+    for kind in (CPU, USUAL):  # as PyTorch's own
+        losses.register_autocast(kind, torch.float32)
     return losses

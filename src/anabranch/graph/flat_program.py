@@ -18,6 +18,8 @@ from anabranch.graph.operations import BATCH_NORMS
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 APART = "apart"
 """Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
+CALL = "call"
+"""Key of a node's ``meta``: place of the call among those of the whole program without casts."""
 IN_AUTOCAST = "in_autocast"
 """Key of a node's ``meta`` if the model itself says how autocast treats it, or that it does not."""
 UNFOLDS = "unfolds"

@@ -13,6 +13,7 @@ tensors of that many samples, which also tells shapes, gradients and shared stor
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from anabranch.graph.export import user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
+    CALL,
     CONSTANT,
     IN_AUTOCAST,
     PARAMETER,
@@ -46,6 +48,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.written_views import new_value, put_back, viewed, views, writes_first
 
 _aten = torch.ops.aten
+_LARGEST = torch.finfo(torch.float32).max
 _CHECKS = {
     "aten::_assert_tensor_metadata",
     "aten::_assert_scalar",
@@ -127,11 +130,23 @@ def with_casts(
             elif node.op == "call_function":
                 builder.operator = owners[node]
                 builder.call(node)
+                _know_sizes(builder.env[node], node)
         cast = builder.finish(program.samples, [builder.env[node] for node in program.outputs])
+    for call, node in enumerate(program.calls):
+        node.meta.setdefault(CALL, call)
     for node, new in builder.env.items():
         if isinstance(new, fx.Node):
             new.meta |= {key: node.meta[key] for key in node.meta.keys() - new.meta.keys()}
     return replace(cast, statistics=program.statistics), builder.owners
+
+
+def _know_sizes(new: Any, known: fx.Node) -> None:
+    """Tell a value that depends on the data the sizes that a later call has shown."""
+    if isinstance(new, fx.Node) and isinstance(known.meta["val"], torch.Tensor):
+        for size, other in zip(new.meta["val"].shape, known.meta["val"].shape, strict=True):
+            number = other.node.maybe_as_int() if isinstance(other, torch.SymInt) else other
+            if isinstance(size, torch.SymInt) and number is not None:
+                torch._check(size == number)  # type: ignore[no-untyped-call]
 
 
 def require_samples(exported: torch.export.ExportedProgram, samples: int) -> None:
@@ -247,7 +262,13 @@ class _ProgramBuilder:
             several = self.made(node, target, (*fixed, body, *inputs), {})
             return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
 
+        read = [node for node in args if isinstance(node, fx.Node)]
+        dtypes = {types.get(node, getattr(node.meta["val"], "dtype", None)) for node in read}
+        half = torch.finfo(region.dtype if region.dtype in dtypes else torch.float32)
+
         def operand(source: Any) -> Any:
+            if isinstance(source, float) and abs(source) == _LARGEST:  # as a model asks of a type
+                return math.copysign(half.max, source)
             dtype = types.get(source) if isinstance(source, fx.Node) else None
             if dtype is None:
                 return source

@@ -17,6 +17,8 @@ from anabranch.errors import CaptureError
 from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.call_traits import arguments, is_size
+from anabranch.graph.empty_selections import EmptySelections
+from anabranch.graph.export import quiet
 from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -32,6 +34,7 @@ from anabranch.graph.lowering import with_casts
 from anabranch.graph.module_state import device_of
 from anabranch.graph.opgraph import Precision
 from anabranch.graph.slices import view_named, whole_name
+from anabranch.graph.tracing import without_raising_guards
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
@@ -282,6 +285,8 @@ class _CastPrograms(Programs):
             self._made[samples, place], _ = self._cast(self._plain.at(samples, device=place))
         return self._made[samples, place]
 
+    @quiet()
+    @without_raising_guards(set(), EmptySelections())
     def _cast(self, program: FlatProgram) -> tuple[FlatProgram, list[int]]:
         cast, owners = with_casts(program, self._region, self._plain.owners(program))
         return cast, [owners[call] for call in cast.calls]

@@ -31,7 +31,14 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram, gradient_strides
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    BUFFER,
+    CALL,
+    CONSTANT,
+    FlatProgram,
+    gradient_strides,
+)
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import Precision
@@ -39,9 +46,6 @@ from anabranch.graph.ports import Port, PortMap, TiedUse, Use, node_arguments
 from anabranch.remembered import remembered
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
-
-CALL = "call"
-"""Key of a node's ``meta`` in a stage: place of the call among those of the whole program."""
 
 Strides = dict[fx.Node, tuple[int, ...]]
 
@@ -345,7 +349,7 @@ class _Cutter:
 
         args, kwargs = map_aggregate(node.args, take), map_aggregate(node.kwargs, take)
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        new.meta = {**node.meta, CALL: self.position[node]}
+        new.meta = {CALL: self.position[node], **node.meta}
         self.env[node] = new
 
     def argument(self, source: fx.Node, use: Use) -> fx.Node:

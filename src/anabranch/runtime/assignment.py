@@ -86,7 +86,7 @@ def assign(
         compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
     if compute.precision is None:
         compute = replace(compute, precision=plan.precision)
-    captured = captured or captured_for(workload, plan)
+    captured = (captured or captured_for(workload, plan)).plain
     buckets_of(captured, workload)
     module = captured.module
     home = start_of(module)

@@ -227,14 +227,14 @@ def test_casts_of_weights_are_predicted_for_every_micro_batch_in_flight(
     torch.manual_seed(0)
     module, samples = Halved(half=precision == "fp32"), {"x": torch.randn(16, 128)}
     example = {"x": samples["x"][:4]}
-    captured = capture(module, example)
-    profile = anabranch.estimate(captured.under_autocast(precision, "cpu"), "v100", (2, 4))
+    captured = capture(module, example).under_autocast(precision, "cpu")
+    profile = anabranch.estimate(captured, "v100", (2, 4))
     plan = anabranch.plan(
         profile, Cluster.preset("local:1"), 16, microbatch_size=2, schedule="gpipe"
     )
     assert plan.precision == precision
     workload = Workload(module, example, optimizer=partial(torch.optim.AdamW, fused=True))
-    pipe = Pipeline(workload, plan, captured=captured, check_gradients=False)
+    pipe = Pipeline(workload, plan, captured=captured)
     pipe.step(samples)
     pipe.step(samples, weigh=True)
     assert plan.predicted is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -23,7 +24,7 @@ from anabranch.workload import Workload
 from benchmarks.architectures.models import build, set_dropout
 from tests.runtime.numerics.by_sample import rewritten
 from tests.runtime.small import Built, plan
-from tests.runtime.threads import step
+from tests.runtime.threads import run, step
 
 WIDTH, LENGTH = 8, 6
 BY_SAMPLE = ComputeOptions(dropout="sample")
@@ -201,3 +202,27 @@ def test_recurrent_dropout_is_refused_by_name() -> None:
                 BySample(captured).rewritten(program, 4)
         else:
             assert BySample(captured).rewritten(program, 4) is None
+
+
+class Kept(nn.Module):
+    """Shows which numbers were kept behind a layer that autocast runs in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.drop(self.first(x))
+        kept = (h != 0).to(x) * torch.arange(WIDTH)
+        return {"loss": h.float().square().mean(), "kept": kept.mean()}
+
+
+def test_any_precision_draws_the_same() -> None:
+    """Casts have no place among the operations of the model."""
+    module, leaves = Kept(), {"x": torch.randn(16, WIDTH)}
+    model = Built(capture(module, leaves), Workload(module, leaves))
+    kept = [
+        run(model, plan(model, 1), leaves, replace(BY_SAMPLE, precision=name))[0].metrics["kept"]
+        for name in ("fp32", "bf16")
+    ]
+    assert kept[0] == kept[1]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
-from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
+from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame, schema_name
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
@@ -51,7 +51,7 @@ def products(program: FlatProgram, sites: Sites) -> list[Product]:
     """Wanted products with a parameter, last first."""
     result = []
     for node in reversed(program.calls):
-        names = _ARGUMENTS.get(base_name(node))
+        names = _ARGUMENTS.get(schema_name(node).removeprefix("aten::"))
         if names is None:
             continue
         given = arguments(node)

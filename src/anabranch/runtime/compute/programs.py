@@ -52,7 +52,7 @@ class StagePrograms:
         self.options, self.place = options, place
         self._parts = parts.under_autocast(options.precision, place.type)
         self.captured = self._parts.captured
-        self._by_sample = BySample(self.captured, place)
+        self._by_sample = BySample(parts.captured, place)
 
     def program(self, stage: int, samples: int) -> StageProgram:
         """Return the program of a stage for a number of samples."""

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from anabranch.errors import CaptureError
 from anabranch.graph.call_traits import arguments
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import frame, schema_name
+from anabranch.graph.flat_program import CALL, frame, schema_name
 from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
-from anabranch.graph.split import CALL, StageProgram
+from anabranch.graph.split import StageProgram
 from anabranch.runtime.numerics.random_ops import DRAWS, draw
 from anabranch.runtime.numerics.random_streams import counters, streams
 
