@@ -220,7 +220,7 @@ class Captured:
     @remembered
     def under_autocast(self, precision: Precision | None, device_type: str) -> Captured:
         """The same operators under ``torch.autocast`` around the whole forward, its casts as calls;
-        this one for ``fp32`` and None.
+        the plain one for ``fp32`` and None.
 
         Args:
             device_type: such as ``cuda``; autocast casts other operations on other devices.
@@ -294,11 +294,9 @@ def _captured(
     require_same_calls(module, signature, other, known=here, unknown=there)
     same_mode = first if first is not None and first.training == training else None
     if same_mode is not None:
-        sizes = exporter.layout.text(unlike=same_mode.layout)
-        known, unknown = "the workload's example", f"a bucket ({sizes})"
-        require_same_calls(
-            module, same_mode.programs.signature, program, known=known, unknown=unknown
-        )
+        sizes, wanted = exporter.layout.text(unlike=same_mode.layout), same_mode.programs.signature
+        here, there = "the workload's example", f"a bucket ({sizes})"
+        require_same_calls(module, wanted, program, known=here, unknown=there)
     loss = program.outputs[0]
     if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
         raise CaptureError(

@@ -34,7 +34,7 @@ from anabranch.runtime.transport.memory import fence
 from anabranch.runtime.transport.packing import ALIGNMENT, pack, packing_of, specs_of, unpack
 
 _HEAD = struct.Struct("<qq")
-"""Where the text of a copy begins, and its length."""
+"""Place and length of the text of a copy."""
 
 _START = ALIGNMENT
 """Place of the first tensor of a copy."""
