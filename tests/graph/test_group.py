@@ -154,7 +154,7 @@ def test_branches_never_wait_for_each_other(granularity: Granularity) -> None:
 def test_masks_are_copied_not_sent() -> None:
     """The causal mask needs neither parameters nor the batch, so it is no value."""
     captured = towers("operator")
-    owners = captured.programs.owners(captured.programs.at(4))
+    owners = captured.programs.grouping.owner_of(captured.programs.at(4))
     free = {node.name for node, owner in owners.items() if owner == FREE}
     assert {"ones", "tril", "gt"} <= free
     assert not free & set(flows(captured))
@@ -213,7 +213,7 @@ def test_operations_in_place_stay_with_what_they_change() -> None:
     captured = capture(InPlace(), torch.randn(4, 6), granularity="operator")
     owners = {
         node.name: captured.graph.ops[owner].name
-        for node, owner in captured.programs.owners(captured.programs.at(4)).items()
+        for node, owner in captured.programs.grouping.owner_of(captured.programs.at(4)).items()
     }
     assert owners["linear"] == owners["relu_"] == owners["view"] == "a"
     assert owners["add_"] == owners["batch_norm"] == "norm"

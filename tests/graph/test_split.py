@@ -187,7 +187,7 @@ def test_a_stage_runs_its_own_operators_only() -> None:
     stages = [[op.name] for op in captured.graph.ops]
     parts = split(captured, stages)
     program = captured.programs.at(4)
-    owners = captured.programs.owners(program)
+    owners = captured.programs.grouping.owner_of(program)
     for stage in range(len(stages)):
         inside = {n.name for n in parts.program(stage, 4).module.graph.nodes}
         foreign = {n.name for n, owner in owners.items() if owner not in (-1, stage)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import Description, Progress, fingerprint, type_text
-from anabranch.checkpoint.writing import joined
 from anabranch.errors import FileFormatError, some
 from anabranch.graph.slices import read_by_name, whole_name
 
@@ -132,18 +131,3 @@ class SavedState:
             raise FileFormatError(
                 f"{self.where}: tensor {key} is {stored}, but the model has {expected} there"
             )
-
-
-def saved_in_parts(
-    where: object,
-    parts: Collection[Mapping[str, Any]],
-    keys: Iterable[str],
-    read: Callable[[str], Tensor],
-    progress: Progress,
-) -> SavedState:
-    """Return the state of a run from what its ranks have of it.
-
-    Args:
-        parts: descriptions of all ranks.
-    """
-    return SavedState(where, keys, read, Description.model_validate(joined(parts)), progress)

@@ -30,7 +30,9 @@ from anabranch.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
     Description,
+    Group,
     Manifest,
+    OptimizerState,
     Progress,
     dtype_name,
     file_checksum,
@@ -238,24 +240,24 @@ def abandon(target: Target, lock: int) -> None:
     _unlock(lock)
 
 
-def joined(parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the descriptions of the parts of all ranks."""
+def joined(parts: Collection[Mapping[str, Any]]) -> Description:
+    """Join the descriptions of the parts of all ranks, as ``RankPart`` has them."""
     states = [part["optimizer"] for part in parts if part["optimizer"] is not None]
     optimizer = None
     if states:
-        optimizer = {
-            "kind": states[0]["kind"],
-            "groups": _merged([group for state in states for group in state["groups"]]),
-            "scalars": {name: values for s in states for name, values in s["scalars"].items()},
-        }
-    return {
-        "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
-        "transient": [name for part in parts for name in part["transient"]],
-        "pretrained": [entry for part in parts for entry in part["pretrained"]],
-        "frozen": {name: number for part in parts for name, number in part["frozen"].items()},
-        "optimizer": optimizer,
-        "scheduler": next((part["scheduler"] for part in parts if part["scheduler"]), None),
-    }
+        optimizer = OptimizerState(
+            kind=states[0]["kind"],
+            groups=_merged([Group(**group) for state in states for group in state["groups"]]),
+            scalars={name: values for s in states for name, values in s["scalars"].items()},
+        )
+    return Description(
+        aliases={alias: name for part in parts for alias, name in part["aliases"].items()},
+        transient=[name for part in parts for name in part["transient"]],
+        pretrained=[entry for part in parts for entry in part["pretrained"]],
+        frozen={name: number for part in parts for name, number in part["frozen"].items()},
+        optimizer=optimizer,
+        scheduler=next((part["scheduler"] for part in parts if part["scheduler"]), None),
+    )
 
 
 def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -267,7 +269,7 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
         "files": {name: part["bytes"] for name, part in parts.items()},
         "checksums": {name: part["checksum"] for name, part in parts.items()},
         "tensors": {key: entry for part in descriptions for key, entry in part["tensors"].items()},
-        **joined(descriptions),
+        **joined(descriptions).model_dump(),
     }
     try:
         checked = Manifest.model_validate({**document, "checksum": "0" * 64})
@@ -276,15 +278,15 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
     return sealed(checked.model_dump(by_alias=True))
 
 
-def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merged(groups: Sequence[Group]) -> list[Group]:
     """Groups of several ranks that have the same options become one."""
-    merged: list[dict[str, Any]] = []
+    merged: list[Group] = []
     for group in groups:
-        twin = next((m for m in merged if m["options"] == group["options"]), None)
+        twin = next((m for m in merged if m.options == group.options), None)
         if twin is None:
             merged.append(group)
         else:
-            twin["parameters"] = list(dict.fromkeys(twin["parameters"] + group["parameters"]))
+            twin.parameters[:] = dict.fromkeys(twin.parameters + group.parameters)
     return merged
 
 

@@ -44,14 +44,14 @@ class EmulatedTransport:
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         if self._shared is None:
-            return _Receipt(self._inner.receive(specs, device, rank, tag), self._clock)
+            return _TimedReceipt(self._inner.receive(specs, device, rank, tag), self._clock)
         self._clock.charge()
         channel = rank, self._rank, tag
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
         arrival = partial(self._shared.arrival, channel, self._meet(channel, POSTED, nbytes))
         receipt = self._inner.receive(specs, device, rank, tag)
         self._clock.resume()
-        return _Receipt(receipt, self._clock, arrival, specs)
+        return _TimedReceipt(receipt, self._clock, arrival, specs)
 
     def _meet(self, channel: Channel, end: int, nbytes: int) -> int:
         """Note one end of the next message of a channel; return the number of the message."""
@@ -72,7 +72,7 @@ class EmulatedTransport:
 
 
 @dataclass(frozen=True)
-class _Receipt:
+class _TimedReceipt:
     """A receive; ``arrival`` returns when its message is there, None on links of this machine."""
 
     inner: Receipt

@@ -10,8 +10,8 @@ a recorder below autocast, tells what is cast to which type::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,10 +85,14 @@ class AutocastRegion:
 
         values, options = fx.map_arg((args, kwargs), like)
         options = tree_map_only(torch.device, lambda _: torch.device(self.device_type), options)
-        with torch.no_grad(), self._autocast(), _CastRecorder() as casts:
+        # Enabled inside of it, as it asks for the device where it is enabled from the first.
+        autocast = torch.autocast(self.device_type, self.dtype, enabled=False, cache_enabled=False)
+        with torch.no_grad(), autocast, _CastRecorder() as casts:
+            torch.set_autocast_enabled(self.device_type, True)
             result = target(*values, **options)
-        types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
-        casts_views = bool(casts.types) and target.overloadpacket in _CAST_VIEWS
+        node_of = {id(value): node for node, value in alike.items()}
+        types = {node_of[id(t)]: dtype for t, dtype in casts.made if id(t) in node_of}
+        casts_views = bool(casts.made) and target.overloadpacket in _CAST_VIEWS
         if casts_views:
             floats = (n for n, v in alike.items() if v.is_floating_point())
             types = {n: self.dtype for n in floats if alike[n].dtype != self.dtype}
@@ -101,25 +105,12 @@ class AutocastRegion:
                 again = target(*values, **options)
         except RuntimeError:  # it was not all of them
             return None
-        arguments = {id(value) for value in alike.values()}
-        is_inside = casts.count_besides(arguments) > others.count_besides(arguments)
-        return None if (is_inside and not casts_views) or _types(result) != _types(again) else types
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        """``torch.autocast`` without its cache, also of a device that is not here."""
-        kind = self.device_type
-        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        cached = torch.is_autocast_cache_enabled()
-        try:
-            torch.set_autocast_enabled(kind, True)
-            torch.set_autocast_dtype(kind, self.dtype)
-            torch.set_autocast_cache_enabled(False)
-            yield
-        finally:
-            torch.set_autocast_enabled(kind, before[0])
-            torch.set_autocast_dtype(kind, before[1])
-            torch.set_autocast_cache_enabled(cached)
+        inside, own = (
+            sum(id(tensor) not in node_of for tensor, _ in recorder.made)
+            for recorder in (casts, others)
+        )
+        is_known = inside <= own or casts_views
+        return types if is_known and _types(result) == _types(again) else None
 
 
 def _types(result: Any) -> list[torch.dtype]:
@@ -127,16 +118,11 @@ def _types(result: Any) -> list[torch.dtype]:
 
 
 class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records casts of floating point tensors, by the identity of what is cast."""
+    """Records floating point tensors that are cast, with the types."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.types: dict[int, torch.dtype] = {}
-        self.alive: list[torch.Tensor] = []  # an identity is of one tensor at a time
-
-    def count_besides(self, known: Set[int]) -> int:
-        """Number of casts of tensors without these identities."""
-        return sum(id(tensor) not in known for tensor in self.alive)
+        self.made: list[tuple[torch.Tensor, torch.dtype]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -145,8 +131,7 @@ class _CastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and options.get("dtype") is not None
             and args[0].is_floating_point()
         ):
-            self.types[id(args[0])] = options["dtype"]
-            self.alive.append(args[0])
+            self.made.append((args[0], options["dtype"]))
         return func(*args, **options)
 
 

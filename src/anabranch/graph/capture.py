@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from anabranch.errors import CaptureError, some
+from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_calls, schema_name
 from anabranch.graph.flows import Assumption, Total, above, loss_kind
-from anabranch.graph.group import FREE, Grouping, group, group_like
+from anabranch.graph.group import FREE, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
-from anabranch.graph.rewrites import Rewrite, applicable, require_sites
+from anabranch.graph.rewrites import Rewrite, applicable, require_parameters, require_sites
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.sample_order import reordering_calls, uncertain_calls
 from anabranch.graph.slices import in_slices, view_named, whole_name
@@ -73,13 +73,7 @@ def capture(
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
     layout = BatchLayout.of(example)
     rules = [Rewrite.parse(text) for text in rewrites]
-    names = dict(module.named_parameters(remove_duplicate=False))
-    sites = {site for rule in rules for site in rule.sites or ()}
-    if strange := sorted(site for site in sites if whole_name(site) not in names):
-        raise CaptureError(
-            f"{type(module).__name__} has no parameter {some(strange)}, which a rewrite is of; a "
-            f"plan with such a rewrite is of another model: this one has {some(names)}"
-        )
+    require_parameters(module, rules)
     exporter = Exporter(module, layout, training, device_of(module), rules)
     for unknown in ("mean", "sum", "coupled"):
         assumption = Assumption(frozenset(per_sample), unknown)
@@ -226,7 +220,7 @@ class Captured:
     @remembered
     def under_autocast(self, precision: Precision | None, device_type: str) -> Captured:
         """The same operators under ``torch.autocast`` around the whole forward, its casts as calls;
-        this one for ``fp32`` and None.
+        the plain one for ``fp32`` and None.
 
         Args:
             device_type: such as ``cuda``; autocast casts other operations on other devices.
@@ -300,11 +294,9 @@ def _captured(
     require_same_calls(module, signature, other, known=here, unknown=there)
     same_mode = first if first is not None and first.training == training else None
     if same_mode is not None:
-        sizes = exporter.layout.text(unlike=same_mode.layout)
-        known, unknown = "the workload's example", f"a bucket ({sizes})"
-        require_same_calls(
-            module, same_mode.programs.signature, program, known=known, unknown=unknown
-        )
+        sizes, wanted = exporter.layout.text(unlike=same_mode.layout), same_mode.programs.signature
+        here, there = "the workload's example", f"a bucket ({sizes})"
+        require_same_calls(module, wanted, program, known=here, unknown=there)
     loss = program.outputs[0]
     if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
         raise CaptureError(
@@ -333,11 +325,16 @@ def _captured(
         grouping = first.programs.grouping
     else:
         grouping = group_like(traits, first.programs.example, first.programs.grouping)
-    couplings = _couplings(coupling, program, grouping)
+    owners = grouping.owner_of(program).items()
+    operators = {call: grouping.names[owner] for call, owner in owners if owner != FREE}
+    couplings = tuple(
+        Coupling(base_name(node), frame(node), operators[node])
+        for node in coupling
+        if node in operators
+    )
     graph, calls, dims = build(module, traits, grouping, training)
     coupled = {c.operator for c in couplings}
-    owners = zip(program.calls, grouping.owners, strict=True)
-    whole = {call for call, op in owners if op != FREE and grouping.names[op] in coupled}
+    whole = {call for call, operator in operators.items() if operator in coupled}
     graph = replace(
         graph,
         ops=tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops),
@@ -391,18 +388,6 @@ def _reordering(captured: Captured) -> frozenset[CallKey]:
         return calls and reordering_calls(twin.programs, twin.layout, calls)
     except (CaptureError, RuntimeError):
         return calls
-
-
-def _couplings(
-    calls: tuple[fx.Node, ...], program: FlatProgram, grouping: Grouping
-) -> tuple[Coupling, ...]:
-    """Operations across samples, of those that belong to an operator."""
-    owner_of = dict(zip(program.calls, grouping.owners, strict=True))
-    return tuple(
-        Coupling(base_name(node), frame(node), grouping.names[owner_of[node]])
-        for node in calls
-        if owner_of.get(node, FREE) != FREE
-    )
 
 
 def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:

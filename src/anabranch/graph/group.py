@@ -43,6 +43,10 @@ class Grouping:
     kinds: tuple[str, ...]
     owners: tuple[int, ...]
 
+    def owner_of(self, program: FlatProgram) -> dict[fx.Node, int]:
+        """Per call of a program, the index of its operator, or ``FREE`` for calls to copy."""
+        return dict(zip(program.calls, self.owners, strict=True))
+
 
 def group(traits: CallTraits, module: nn.Module, granularity: Granularity) -> Grouping:
     """Group the calls of a program into operators."""
@@ -233,7 +237,7 @@ def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Gr
     """
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)
-    for node, owner in zip(train.calls, grouping.owners, strict=True):
+    for node, owner in grouping.owner_of(train).items():
         if owner != FREE:
             homes[frame(node), base_name(node)].append(owner)
             by_frame[frame(node)].append(owner)

@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anabranch.errors import CaptureError
 from anabranch.graph.autocast import AutocastRegion, region_of
-from anabranch.graph.export import user_line
+from anabranch.graph.empty_selections import EmptySelections
+from anabranch.graph.export import quiet, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -45,6 +46,8 @@ from anabranch.graph.flat_program import (
     set_value,
     written,
 )
+from anabranch.graph.group import Grouping
+from anabranch.graph.tracing import without_raising_guards
 from anabranch.graph.written_views import new_value, put_back, viewed, views, writes_first
 
 _aten = torch.ops.aten
@@ -108,18 +111,17 @@ def lower(
         return builder.finish(samples, outputs)
 
 
+@quiet()
+@without_raising_guards(set(), EmptySelections())
 def with_casts(
-    program: FlatProgram, region: AutocastRegion, owners: Mapping[fx.Node, int]
-) -> tuple[FlatProgram, dict[fx.Node, int]]:
-    """A program under autocast, its casts as calls of their own, and the operator of every call.
+    program: FlatProgram, region: AutocastRegion, grouping: Grouping
+) -> tuple[FlatProgram, Grouping]:
+    """A program under autocast, its casts as calls of their own, in the operators that read them.
 
     Calls under an autocast of the model's own are as they were.
-
-    Args:
-        owners: operator of every call of the program.
     """
-    builder = _ProgramBuilder(None)
-    builder.autocast = region
+    owner_of = grouping.owner_of(program)
+    builder = _ProgramBuilder(None, region)
     builder.constants |= program.constants
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.enable_grad():
         for node, source in program.sources.items():
@@ -128,7 +130,7 @@ def with_casts(
             if node.op == "get_attr":
                 builder.env[node] = program.regions[str(node.target)]
             elif node.op == "call_function":
-                builder.operator = owners[node]
+                builder.operator = owner_of[node]
                 builder.call(node)
                 _know_sizes(builder.env[node], node)
         cast = builder.finish(program.samples, [builder.env[node] for node in program.outputs])
@@ -137,7 +139,8 @@ def with_casts(
     for node, new in builder.env.items():
         if isinstance(new, fx.Node):
             new.meta |= {key: node.meta[key] for key in node.meta.keys() - new.meta.keys()}
-    return replace(cast, statistics=program.statistics), builder.owners
+    owners = tuple(builder.owners[call] for call in cast.calls)
+    return replace(cast, statistics=program.statistics), replace(grouping, owners=owners)
 
 
 def _know_sizes(new: Any, known: fx.Node) -> None:
@@ -183,14 +186,14 @@ def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymI
 class _ProgramBuilder:
     """A program under construction; ``env``: exported node -> a node, a number or a module."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, autocast: AutocastRegion | None = None) -> None:
         self.device = device
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.by_source: dict[PlaceholderSource, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.regions: dict[str, nn.Module] = {}
-        self.autocast: AutocastRegion | None = None
+        self.autocast = autocast
         self.in_region = False  # of the model's own, also one that disables autocast
         self.operator = 0
         self.owners: dict[fx.Node, int] = {}  # call -> the operator that was current
@@ -381,13 +384,9 @@ class _ProgramBuilder:
 
     def finish(self, samples: int, outputs: Sequence[fx.Node]) -> FlatProgram:
         # An output that is itself a parameter or a buffer becomes the result of a call.
+        alias = _aten.alias.default
         self.graph.output(
-            tuple(
-                self.made(output, _aten.alias.default, (output,), {})
-                if output.op == "placeholder"
-                else output
-                for output in outputs
-            )
+            tuple(self.made(n, alias, (n,), {}) if n.op == "placeholder" else n for n in outputs)
         )
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
         for node in list(self.graph.nodes):

@@ -20,7 +20,7 @@ def build(
 ) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
     """The graph of operators, with the call and the batch dimension of each value."""
     program = traits.program
-    owners = dict(zip(traits.calls, grouping.owners, strict=True))
+    owners = grouping.owner_of(program)
     readers = _readers(program, owners)
     carriers = flat_program.gradient_calls(program) if training else set()
     read: list[set[str]] = [set() for _ in grouping.names]

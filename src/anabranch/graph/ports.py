@@ -63,7 +63,7 @@ class PortMap:
         self.exact = exact
         self.calls = program.calls
         self.position = {node: i for i, node in enumerate(self.calls)}
-        self.owners = captured.programs.owners(program)
+        self.owners = captured.programs.grouping.owner_of(program)
         self.carriers = gradient_calls(program) if captured.training else set()
         self.port_of: dict[tuple[int, Use], Port] = {}
         self.fallback: dict[tuple[int, int], Port] = {}

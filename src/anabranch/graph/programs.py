@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from itertools import zip_longest
 from typing import Any
 
@@ -17,8 +17,6 @@ from anabranch.errors import CaptureError
 from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.call_traits import arguments, is_size
-from anabranch.graph.empty_selections import EmptySelections
-from anabranch.graph.export import quiet
 from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -34,7 +32,6 @@ from anabranch.graph.lowering import with_casts
 from anabranch.graph.module_state import device_of
 from anabranch.graph.opgraph import Precision
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.graph.tracing import without_raising_guards
 from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
@@ -107,6 +104,7 @@ class Programs:
         self.exporter = exporter
         self._whole_batch = whole_batch
         self._made = {(program.samples, exporter.device): program for program in made}
+        self._make = self._lowered
 
     @property
     def samples(self) -> int:
@@ -140,15 +138,26 @@ class Programs:
         if accelerator.is_on_accelerator(place) and not accelerator.count(place.type):
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
-            program = self.exporter.program(samples, place)
-            self._require_same(program)
-            program = self._whole_batch.put_in(program)
-            self._made[samples, place] = unfold(program, self.folded)
+            self._made[samples, place] = self._make(samples, place)
         return self._made[samples, place]
+
+    def _lowered(self, samples: int, place: torch.device) -> FlatProgram:
+        program = self.exporter.program(samples, place)
+        self._require_same(program)
+        return unfold(self._whole_batch.put_in(program), self.folded)
 
     def under_autocast(self, precision: Precision, device_type: str) -> Programs:
         """The same programs under autocast, its casts with the operators that read them."""
-        return _CastPrograms(self, AutocastRegion(device_type, HALF[precision]))
+        region, programs = AutocastRegion(device_type, HALF[precision]), copy(self)
+        example, programs.grouping = with_casts(self.example, region, self.grouping)
+        programs._made = {(self.samples, self.exporter.device): example}
+
+        def make(samples: int, place: torch.device) -> FlatProgram:
+            program = self.at(samples, device=place)
+            return with_casts(program, region, self.grouping)[0]
+
+        programs._make = make
+        return programs
 
     @remembered
     def require_alike(self, samples: int) -> None:
@@ -182,10 +191,6 @@ class Programs:
                 "decide before the forward and pass the number in the batch, as a tensor with an "
                 "entry per sample"
             )
-
-    def owners(self, program: FlatProgram) -> dict[fx.Node, int]:
-        """Per call of a program, the index of its operator, or ``FREE`` for calls to copy."""
-        return dict(zip(program.calls, self.grouping.owners, strict=True))
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -267,29 +272,6 @@ class Programs:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
         return True
-
-
-class _CastPrograms(Programs):
-    """Programs under autocast."""
-
-    def __init__(self, plain: Programs, region: AutocastRegion) -> None:
-        self.__dict__ |= plain.__dict__
-        self._plain, self._region = plain, region
-        example, owners = self._cast(plain.example)
-        self._made = {(plain.samples, plain.exporter.device): example}
-        self.grouping = replace(plain.grouping, owners=tuple(owners))
-
-    def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
-        place = torch.device(device) if device is not None else self.device
-        if (samples, place) not in self._made:
-            self._made[samples, place], _ = self._cast(self._plain.at(samples, device=place))
-        return self._made[samples, place]
-
-    @quiet()
-    @without_raising_guards(set(), EmptySelections())
-    def _cast(self, program: FlatProgram) -> tuple[FlatProgram, list[int]]:
-        cast, owners = with_casts(program, self._region, self._plain.owners(program))
-        return cast, [owners[call] for call in cast.calls]
 
 
 def _counted(samples: int) -> str:

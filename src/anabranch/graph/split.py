@@ -195,7 +195,7 @@ class Split:
 
     def needed(self, program: FlatProgram, stage: int) -> list[fx.Node]:
         """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
-        owners = self.captured.programs.owners(program)
+        owners = self.captured.programs.grouping.owner_of(program)
         nodes = list(program.graph.nodes)
         needed: set[fx.Node] = set()
         for node in reversed(nodes):

@@ -9,7 +9,7 @@ value, it gets a view that can be cut, and thus sent, and each reader a view bac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -70,7 +70,7 @@ def sent_views(
     program: FlatProgram, other: FlatProgram, views: Folded, grouping: Grouping
 ) -> tuple[Folded, Grouping]:
     """The views that lead from one operator to another; the rest is taken out of the programs."""
-    kept = _crossing(program, grouping.owners)
+    kept = _crossing(program, grouping)
     removed = _fold(program, kept)
     _fold(other, kept)
     owners = tuple(owner for i, owner in enumerate(grouping.owners) if i not in removed)
@@ -78,9 +78,9 @@ def sent_views(
     return sent, replace(grouping, owners=owners)
 
 
-def _crossing(program: FlatProgram, owners: Sequence[int]) -> set[CallKey]:
+def _crossing(program: FlatProgram, grouping: Grouping) -> set[CallKey]:
     """Calls whose views lead from one operator to another."""
-    owner_of = dict(zip(program.calls, owners, strict=True))
+    owner_of = grouping.owner_of(program)
     return {
         node.meta[UNFOLDS]
         for node in program.calls

@@ -187,7 +187,7 @@ class _Builder:
                     break
                 last = user
             self.by_name[calls[parts.captured.value_calls[port.value]].name] = last
-        owners = parts.captured.programs.owners(whole)
+        owners = parts.captured.programs.grouping.owner_of(whole)
         self.instances: dict[str, set[str]] = {}
         for node in calls:
             if owners[node] != FREE:

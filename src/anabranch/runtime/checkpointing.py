@@ -24,9 +24,9 @@ from torch import Tensor
 
 from anabranch.checkpoint import Checkpoint, Progress, RankPart
 from anabranch.checkpoint.plain import PlainWeights
-from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
+from anabranch.checkpoint.saved_state import SavedState
 from anabranch.checkpoint.saving import Saving
-from anabranch.checkpoint.writing import Target
+from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator
 from anabranch.runtime import texts
 from anabranch.runtime.data_feed import DataFeed
@@ -282,4 +282,4 @@ def move(
     if transport is not None:
         transport.close()
     where = "the state that the ranks have sent each other"
-    return saved_in_parts(where, documents, tensors, tensors.__getitem__, progress)
+    return SavedState(where, tensors, tensors.__getitem__, joined(documents), progress)

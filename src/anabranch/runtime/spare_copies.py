@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
+from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.writing import joined
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport.memory import fence
 from anabranch.runtime.transport.packing import ALIGNMENT, pack, packing_of, specs_of, unpack
 
 _HEAD = struct.Struct("<qq")
-"""Where the text of a copy begins, and its length."""
+"""Place and length of the text of a copy."""
 
 _START = ALIGNMENT
 """Place of the first tensor of a copy."""
@@ -195,14 +196,10 @@ class SpareCopies:
             listed = document["part"]["tensors"]
             specs = ((torch.Size(shape), getattr(torch, dtype)) for shape, dtype in listed.values())
             tensors |= zip(listed, unpack(packing_of(tuple(specs)), raw[_START:]), strict=True)
-        first, parts = documents[0], [document["part"] for document in documents]
-        saved = saved_in_parts(
-            "the copy of the state in memory",
-            parts,
-            tensors,
-            lambda key: tensors[key].clone(),
-            Progress(**first["progress"]),
-        )
+        first, where = documents[0], "the copy of the state in memory"
+        description = joined([document["part"] for document in documents])
+        progress = Progress(**first["progress"])
+        saved = SavedState(where, tensors, lambda k: tensors[k].clone(), description, progress)
         return saved, first["further"]
 
     # Losses

@@ -80,10 +80,8 @@ class Reporter:
         self.samples: list[int] = [samples for _, samples in done]
         self._pipe, self.total, self._copies = pipe, total, copies
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
-        self.first_step, self._told = (
-            first_step,
-            0 if copies is None else copies.reported_steps.value,
-        )
+        self.first_step = first_step
+        self._told = 0 if copies is None else copies.reported_steps.value
         self._read: deque[_Read] = deque()
         self._waiting: list[Event] = []
 

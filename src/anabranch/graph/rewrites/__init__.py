@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.errors import CaptureError
+from torch import nn
+
+from anabranch.errors import CaptureError, some
 from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.rewrites.calls import Sites
 from anabranch.graph.rewrites.products import join_split, products, tensor_split
 from anabranch.graph.rewrites.sliced_values import concatenated_widths
 from anabranch.graph.rewrites.table_split import table_columns, table_rows
+from anabranch.graph.slices import whole_name
 
 PARTS = 2
 """Parts that a rewrite makes where it is not told how many."""
@@ -92,6 +95,17 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
         applied.append(replace(rule, sites=tuple(sites.rewritten)))
         reasons.append(sites.reasons())
     return applied, reasons
+
+
+def require_parameters(module: nn.Module, rewrites: Sequence[Rewrite]) -> None:
+    """Raise CaptureError if a module lacks a parameter that a rewrite is of."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    sites = {site for rule in rewrites for site in rule.sites or ()}
+    if strange := sorted(site for site in sites if whole_name(site) not in names):
+        raise CaptureError(
+            f"{type(module).__name__} has no parameter {some(strange)}, which a rewrite is of; a "
+            f"plan with such a rewrite is of another model: this one has {some(names)}"
+        )
 
 
 def require_sites(

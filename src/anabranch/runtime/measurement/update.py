@@ -82,7 +82,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     for count in counts:
         part = chosen[:count]
         rows.append((1.0, float(count), float(sum(p.nbytes for _, p in part))))
-        seconds.append(_Copies(workload, part, place).seconds())
+        seconds.append(_TrialUpdate(workload, part, place).seconds())
     return replace(fit(rows, seconds), **_temporary(workload, chosen, place))
 
 
@@ -96,9 +96,9 @@ def _temporary(
     """
     largest = named[-1][1].nbytes
     few, total = (sum(p.nbytes for _, p in part) for part in (named[-2:], named))
-    of_few = of_all = _Copies(workload, named[-2:], place).temporary_bytes()
+    of_few = of_all = _TrialUpdate(workload, named[-2:], place).temporary_bytes()
     if total > few:
-        of_all = max(_Copies(workload, named, place).temporary_bytes(), of_few)
+        of_all = max(_TrialUpdate(workload, named, place).temporary_bytes(), of_few)
     share = _noted((of_all - of_few) / max(total - few, 1))
     return {
         "all_temporary": share,
@@ -111,8 +111,8 @@ def _noted(share: float) -> float:
     return share if share >= _SIZES.least_share else 0.0
 
 
-class _Copies:
-    """Copies of some parameters of a workload on a device, and their optimizer."""
+class _TrialUpdate:
+    """An update of copies of some parameters of a workload, on a device."""
 
     def __init__(
         self, workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
@@ -144,9 +144,8 @@ class _Copies:
         deadline = time.perf_counter() + _BUDGET_S
         for repeat in range(-2, _REPEATS):
             self._give_gradients()
-            other.add_(
-                1
-            )  # the passes of a step leave nothing of the optimizer's state in the cache
+            # The passes of a step leave nothing of the optimizer's state in the cache.
+            other.add_(1)
             accelerator.synchronize(self._place)
             begun = time.perf_counter()
             self._update()
