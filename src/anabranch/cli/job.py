@@ -19,6 +19,7 @@ from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.device.kinds import CPU, kind_of
 from anabranch.errors import AnabranchError
+from anabranch.graph.opgraph import ModelSize
 from anabranch.remembered import remembered
 
 if TYPE_CHECKING:
@@ -151,6 +152,10 @@ class Job:
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
         profile = self.profile or self.measure(plan.stage_graph.batch_size)
         if plan.mode == "sync":
+            size = plan.model_size  # a precision may have changed the values
+            if size is not None:
+                value_bytes = ModelSize.of(profile.graph).value_bytes
+                plan = replace(plan, model_size=replace(size, value_bytes=value_bytes))
             return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
         predicted = None
         with suppress(AnabranchError):
