@@ -119,6 +119,27 @@ def test_layers() -> None:
     assert all(len(readers) == 1 for readers in flows(captured).values())
 
 
+class CastNorm(nn.Module):
+    """A root-mean-square norm in full precision, as Llama has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        full = x.to(torch.float32)
+        return self.weight * (full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+
+
+def test_one_tensor_crosses_the_border_before_a_norm_that_casts() -> None:
+    """The cast returns what it is given, so the residual sum reads it of the norm."""
+    model = TwoTowers()
+    for layer in (*model.text, *model.image):
+        layer.norm1, layer.norm2 = CastNorm(), CastNorm()
+    captured = capture(model, (torch.randn(4, 5, 8), torch.randn(4, 3, 8), torch.randn(4)))
+    assert len(flows(captured)) == len(edges(captured)) == 8
+
+
 def test_operators() -> None:
     """One operator per module call; what is left of a module, such as attention's core, is one."""
     captured = towers("operator")
