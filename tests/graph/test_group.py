@@ -90,6 +90,11 @@ class TwoTowers(nn.Module):
         return (self.head(both).squeeze(1) - label).pow(2).mean()
 
 
+def test_a_captured_module_is_shown_in_a_line() -> None:
+    """Without module, batch and graph, which are pages."""
+    assert repr(towers("block")) == "<Captured TwoTowers: 5 operators, mean>"
+
+
 def test_blocks() -> None:
     """A block is an entry of a repeated list; the towers stay apart until the head."""
     captured = towers("block")

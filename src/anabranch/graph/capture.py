@@ -130,7 +130,7 @@ class Coupling:
     operator: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Captured:
     """A captured module.
 
@@ -172,6 +172,9 @@ class Captured:
 
     def __post_init__(self) -> None:
         self.variants = {self.layout.sizes: self}
+
+    def __repr__(self) -> str:
+        return f"<Captured {self.graph.name}: {len(self.graph)} operators, {self.graph.loss_kind}>"
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name, which may be a slice of one of the module's."""
