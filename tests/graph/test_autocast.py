@@ -88,6 +88,8 @@ def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
     module = Halved()
     plain = capture(module, batch(), granularity="operator")
     assert plain.under_autocast("fp32", "cpu") is plain
+    with pytest.raises(ValueError, match="'bfloat16' is none of fp32, bf16, fp16"):
+        plain.under_autocast("bfloat16", "cpu")  # type: ignore[arg-type]
     here, there = (plain.under_autocast("bf16", kind) for kind in ("cpu", "cuda"))
     for half in (here, there):
         assert (half.graph.ops, half.graph.edges) == (plain.graph.ops, plain.graph.edges)

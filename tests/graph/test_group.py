@@ -92,7 +92,7 @@ class TwoTowers(nn.Module):
 
 def test_a_captured_module_is_shown_in_a_line() -> None:
     """Without module, batch and graph, which are pages."""
-    assert repr(towers("block")) == "<Captured TwoTowers: 5 operators, mean>"
+    assert repr(towers("block")) == "<Captured TwoTowers: 5 operators, mean, fp32>"
 
 
 def test_blocks() -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError, some
+from anabranch.graph.autocast import HALF
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
@@ -174,7 +175,9 @@ class Captured:
         self.variants = {self.layout.sizes: self}
 
     def __repr__(self) -> str:
-        return f"<Captured {self.graph.name}: {len(self.graph)} operators, {self.graph.loss_kind}>"
+        graph = self.graph
+        has = f"{len(graph)} operators, {graph.loss_kind}, {graph.precision}"
+        return f"<Captured {graph.name}: {has}>"
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name, which may be a slice of one of the module's."""
@@ -230,9 +233,14 @@ class Captured:
 
         Args:
             device_type: such as ``cuda``; autocast casts other operations on other devices.
+
+        Raises:
+            ValueError: for another precision.
         """
         if precision in (None, "fp32"):
             return self
+        if precision not in HALF:
+            raise ValueError(f"precision {precision!r} is none of fp32, bf16, fp16")
         programs = self.programs.under_autocast(precision, device_type)
         place = programs.exporter.device
         program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
