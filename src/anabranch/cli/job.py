@@ -152,10 +152,9 @@ class Job:
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
         profile = self.profile or self.measure(plan.stage_graph.batch_size)
         if plan.mode == "sync":
-            size = plan.model_size  # a precision may have changed the values
-            if size is not None:
-                value_bytes = ModelSize.of(profile.graph).value_bytes
-                plan = replace(plan, model_size=replace(size, value_bytes=value_bytes))
+            now = ModelSize.of(profile.graph).value_bytes  # may be of another precision
+            size = plan.model_size and replace(plan.model_size, value_bytes=now)
+            plan = replace(plan, model_size=size)
             return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
         predicted = None
         with suppress(AnabranchError):

@@ -80,9 +80,8 @@ class CallGroups:
         # Where others read what v reads, as a residual sum does beside a norm, v's own result need
         # not be sent as well; nor where v hands on more than it reads, as a norm that casts first
         # does (``x.to(x.dtype)`` is x, which a residual sum then reads of it).
-        shared = any(len(self.succ[p]) > 1 for p in before) or (
-            bool(before and after) and self._spreads(v)
-        )
+        shared = any(len(self.succ[p]) > 1 for p in before)
+        shared = shared or (bool(before and after) and self._spreads(v))
         return [*after, *before] if shared else [*before, *after]
 
     def _spreads(self, v: int) -> bool:
