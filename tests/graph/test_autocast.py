@@ -90,6 +90,8 @@ def test_a_whole_model_under_autocast_is_cut_where_it_is_without() -> None:
     torch.manual_seed(0)
     module = Halved()
     plain = capture(module, batch(), granularity="operator")
+    with pytest.raises(ValueError, match="'bfloat16' is none of fp32, bf16, fp16"):
+        plain.under_autocast("bfloat16", "cpu")  # type: ignore[arg-type]
     here, there = (plain.under_autocast("bf16", kind) for kind in ("cpu", "cuda"))
     assert plain.under_autocast("fp32", "cpu") is here.under_autocast("fp32", "cpu") is plain
     assert here.under_autocast("bf16", "cuda") is there

@@ -90,6 +90,11 @@ class TwoTowers(nn.Module):
         return (self.head(both).squeeze(1) - label).pow(2).mean()
 
 
+def test_a_captured_module_is_shown_in_a_line() -> None:
+    """Without module, batch and graph, which are pages."""
+    assert repr(towers("block")) == "<Captured TwoTowers: 5 operators, mean, fp32>"
+
+
 def test_blocks() -> None:
     """A block is an entry of a repeated list; the towers stay apart until the head."""
     captured = towers("block")
@@ -117,6 +122,27 @@ def test_layers() -> None:
     assert {name.split(".")[2] for name in attention.parameters} == {"norm1", "attention"}
     # One tensor crosses each border: the norm is behind it, with whom reads it.
     assert all(len(readers) == 1 for readers in flows(captured).values())
+
+
+class CastNorm(nn.Module):
+    """A root-mean-square norm in full precision, as Llama has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        full = x.to(torch.float32)
+        return self.weight * (full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+
+
+def test_one_tensor_crosses_the_border_before_a_norm_that_casts() -> None:
+    """The cast returns what it is given, so the residual sum reads it of the norm."""
+    model = TwoTowers()
+    for layer in (*model.text, *model.image):
+        layer.norm1, layer.norm2 = CastNorm(), CastNorm()
+    captured = capture(model, (torch.randn(4, 5, 8), torch.randn(4, 3, 8), torch.randn(4)))
+    assert len(flows(captured)) == len(edges(captured)) == 8
 
 
 def test_operators() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from anabranch import launch
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
+from anabranch.runtime.collectives import MessageCollectives
+from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.mesh import Mesh
 
 
@@ -57,3 +61,18 @@ def test_tensors_that_gloo_does_not_take_go_through_the_host(
         return [result.tolist() for result in results]
 
     assert launch.run(work, 2, timeout=30.0) == [[[3, 3], [1, 1, 2, 2], [2, 2], [2, 2]]] * 2
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_a_sum_that_failed_fails_whenever_it_is_waited_for(name: str) -> None:
+    """Never does it pass this rank's own term for the sum, which looks like another batch."""
+
+    def wait() -> list[torch.Tensor]:
+        raise PeerLostError("gone")
+
+    transport = Mock()
+    transport.receive.return_value.wait = wait
+    pending = getattr(MessageCollectives(transport, 0), name)(torch.ones(2), (0, 1), tag=-1)
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            pending.wait()

@@ -80,3 +80,12 @@ def test_a_gain_is_a_ratio_of_steps() -> None:
     """Beside the step as written, from which a reader can tell the rest."""
     text = gain_note(plan_of(0.3), plan_of(0.1))
     assert text == "3.00x against 300.00 ms as the model is written"
+
+
+def test_a_gain_is_told_until_the_step_is_predicted_otherwise() -> None:
+    """In another precision, say."""
+    gain = gain_note(plan_of(0.3), plan_of(0.1))
+    plan = replace(plan_of(0.1), notes=("rewritten", gain))
+    for step_s, notes in ((0.1, plan.notes), (0.2, ("rewritten",))):
+        figures = replace(plan.figures, step_s=step_s)
+        assert plan.predicting(figures, cluster(8)).notes == notes

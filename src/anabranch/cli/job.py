@@ -19,6 +19,7 @@ from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.device.kinds import CPU, kind_of
 from anabranch.errors import AnabranchError
+from anabranch.graph.opgraph import ModelSize
 from anabranch.remembered import remembered
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ class Job:
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
         profile = self.profile or self.measure(plan.stage_graph.batch_size)
         if plan.mode == "sync":
+            now = ModelSize.of(profile.graph).value_bytes  # may be of another precision
+            size = plan.model_size and replace(plan.model_size, value_bytes=now)
+            plan = replace(plan, model_size=size)
             return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
         predicted = None
         with suppress(AnabranchError):

@@ -93,7 +93,9 @@ def train_job(
     compared = ", and comparing gradients with one process" * (
         training.check_gradients and training.steps != 0
     )
-    announce(f"starting {devices} rank{'s' * (devices > 1)}{compared}")
+    precision = options.get("compute", PLAIN).precision
+    how = "" if precision in (None, "fp32") else f" in {precision}"
+    announce(f"starting {devices} rank{'s' * (devices > 1)}{how}{compared}")
     try:
         run = launch.run(
             rank,

@@ -78,9 +78,21 @@ class CallGroups:
         before = [p for p in preds if all(q == p or self.needs(p, q) for q in preds)]
         after = list(self.succ[v]) if len(self.succ[v]) == 1 else []
         # Where others read what v reads, as a residual sum does beside a norm, v's own result need
-        # not be sent as well.
+        # not be sent as well; nor where v hands on more than it reads, as a norm that casts first
+        # does (``x.to(x.dtype)`` is x, which a residual sum then reads of it).
         shared = any(len(self.succ[p]) > 1 for p in before)
+        shared = shared or (bool(before and after) and self._spreads(v))
         return [*after, *before] if shared else [*before, *after]
+
+    def _spreads(self, v: int) -> bool:
+        """True if a group hands on more values than it reads of other groups."""
+        calls, position = self.traits.calls, self.traits.position
+        inside = set(self.members[v])
+        read, handed = set[int](), 0
+        for i in inside:
+            read |= {position[n] for n in calls[i].all_input_nodes if n in position} - inside
+            handed += any(position.get(user) not in inside for user in calls[i].users)
+        return handed > len([i for i in read if not self.traits.free[calls[i]]])
 
 
 def bind(groups: CallGroups, sets: Iterable[Sequence[int]]) -> None:

@@ -124,7 +124,7 @@ class Coupling:
     operator: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Captured:
     """A captured module.
 
@@ -169,6 +169,11 @@ class Captured:
     def __post_init__(self) -> None:
         self.variants = {self.layout.sizes: self}
         self.plain = self
+
+    def __repr__(self) -> str:
+        graph = self.graph
+        has = f"{len(graph)} operators, {graph.loss_kind}, {graph.precision}"
+        return f"<Captured {graph.name}: {has}>"
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name, which may be a slice of one of the module's."""
@@ -224,6 +229,9 @@ class Captured:
 
         Args:
             device_type: such as ``cuda``; autocast casts other operations on other devices.
+
+        Raises:
+            ValueError: for another precision.
         """
         if self is not self.plain:
             return self.plain.under_autocast(precision, device_type)

@@ -147,7 +147,13 @@ class Programs:
         return unfold(self._whole_batch.put_in(program), self.folded)
 
     def under_autocast(self, precision: Precision, device_type: str) -> Programs:
-        """The same programs under autocast, its casts with the operators that read them."""
+        """The same programs under autocast, its casts with the operators that read them.
+
+        Raises:
+            ValueError: for another precision than bf16 and fp16.
+        """
+        if precision not in HALF:
+            raise ValueError(f"precision {precision!r} is none of fp32, bf16, fp16")
         region, programs = AutocastRegion(device_type, HALF[precision]), copy(self)
         example, programs.grouping = with_casts(self.example, region, self.grouping)
         programs._made = {(self.samples, self.exporter.device): example}

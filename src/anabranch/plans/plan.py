@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -131,6 +132,9 @@ NOT_PREDICTED = "not predicted"
 CHANGED = "changed by hand since it was predicted, so nothing is: simulate predicts it anew"
 """Note of a plan that lost its prediction because it was edited."""
 
+AS_WRITTEN = "as the model is written"
+"""End of a note that compares the prediction with that of the model without rewrites."""
+
 TAKE_ROWS = "SparseAdam, or SGD or Adagrad without momentum, weight decay and fused updates"
 """Optimizers of PyTorch that take sparse gradients."""
 
@@ -241,8 +245,11 @@ class Plan:
         return self.predicted
 
     def predicting(self, predicted: Prediction, cluster: Cluster) -> Plan:
-        """Return the plan with a new prediction, for this cluster."""
-        notes = tuple(note for note in self.notes if note != CHANGED)
+        """Return the plan with a new prediction, for this cluster, without notes on the old one."""
+        old = self.predicted
+        is_same = old is not None and math.isclose(old.step_s, predicted.step_s, rel_tol=1e-3)
+        stale = (CHANGED,) if is_same else (CHANGED, AS_WRITTEN)
+        notes = tuple(note for note in self.notes if not note.endswith(stale))
         return replace(
             self, predicted=predicted, notes=notes, cluster=cluster.name, machines=cluster
         )

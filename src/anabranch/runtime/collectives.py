@@ -47,7 +47,7 @@ class Pending:
         return self._result.shape
 
     def wait(self) -> Tensor:
-        """Return the complete result; raises PeerLostError if another rank is gone."""
+        """Return the complete result; raises PeerLostError if another rank is gone, every time."""
         if self._work is None and self._finish is None:
             return self._result
         with POSITION.waiting():
@@ -57,8 +57,8 @@ class Pending:
                 guarded(self._work.wait)
                 self._work = None
             if self._finish is not None:
-                finish, self._finish = self._finish, None
-                finish()
+                self._finish()
+                self._finish = None
         return self._result
 
 
@@ -170,7 +170,8 @@ class MessageCollectives:
 
         def fill() -> None:
             for rank in list(receipts):
-                rows[ranks.index(rank)] = receipts.pop(rank).wait()[0]
+                rows[ranks.index(rank)] = receipts[rank].wait()[0]
+                del receipts[rank]
 
         return Pending(rows, finish=fill)
 
@@ -207,7 +208,7 @@ class MessageCollectives:
         for rank in sorted([self._rank, *receipts]):
             if rank == self._rank:
                 total = tensor if total is None else tensor.add_(total)
-            elif total is None:
-                total = receipts.pop(rank).wait()[0]
             else:
-                total.add_(receipts.pop(rank).wait()[0])
+                term = receipts[rank].wait()[0]
+                total = term if total is None else total.add_(term)
+                del term, receipts[rank]

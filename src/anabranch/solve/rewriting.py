@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from anabranch.cost import CostModel
-from anabranch.plans.plan import Plan
+from anabranch.plans.plan import AS_WRITTEN, Plan
 from anabranch.profile.profile import Profile
 from anabranch.solve.bound import least_s_per_sample
 from anabranch.solve.settings import SETTINGS
@@ -64,4 +64,4 @@ def rewrite_notes(rewrites: Iterable[str]) -> list[str]:
 def gain_note(written: Plan, rewritten: Plan) -> str:
     """Words for what rewrites gain in the step."""
     written_s, step_s = written.figures.step_s, rewritten.figures.step_s
-    return f"{written_s / step_s:.2f}x against {written_s * 1e3:.2f} ms as the model is written"
+    return f"{written_s / step_s:.2f}x against {written_s * 1e3:.2f} ms {AS_WRITTEN}"

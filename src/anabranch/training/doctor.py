@@ -254,11 +254,12 @@ def report(examination: Examination) -> str:
         count = f"{branches.operators} operators, {branches.depth} on the longest path"
         lines += ["", f"{count}; {says}"]
     if plan is not None:
-        yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
+        is_here = plan.machines is not None and plan.machines.device == "cpu"
+        yours = " (--cluster names your devices, such as local:2 for two ranks of this machine)"
         where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
-        lines += ["", f"the first plan to try, {where} ({yours}):", plan.summary()]
+        lines += ["", f"the first plan to try, {where}{'' if is_here else yours}:", plan.summary()]
         lines += filter(None, [glossary(plan)])
-        if plan.machines is not None and plan.machines.device == "cpu":
+        if is_here:
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "
                 f"{model} --cluster {plan.cluster} --batch-size {plan.stage_graph.batch_size} "

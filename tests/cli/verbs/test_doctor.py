@@ -56,4 +56,5 @@ def test_steps_of_a_data_sheet_are_not_those_of_this_machine(run):
     """It named local:2 and gave milliseconds of a V100, without a word that none was timed here."""
     out = run("doctor", TOWERS, "--batch-size", "8", "--cluster", "local:2")[1]
     assert "this machine was not timed" in " ".join(out.split())
+    assert "--cluster names your devices" not in " ".join(out.split())
     assert f"anabranch plan {TOWERS} --cluster local:2 --batch-size 8" in " ".join(out.split())

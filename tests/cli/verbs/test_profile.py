@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
+from anabranch.cli.job import Job
+from anabranch.files import load_plan, load_profile
 from tests.cli.examples import TOWERS
 
 
@@ -40,6 +44,12 @@ def test_a_plan_has_the_precision_of_its_profile(run, document, tmp_path):
     assert plan["precision"] == "bf16"
     assert plan["profile"].endswith(", in bf16")
     assert "precision" not in document("plan", paths["full"], *search)
+    code, _, error = run("simulate", paths["plan"], paths["full"], "--precision", "fp32")
+    assert (code, "itself says" in error) == (0, False)  # of another precision
+    job = Job(Mock(), replace(load_plan(paths["plan"]), device="cpu"))
+    job.profile = load_profile(paths["full"])
+    changed = job.predicted(replace(job.plan, precision="fp32"))
+    assert changed.other_model(job.profile.graph) == ""
     for verb in (("simulate", paths["plan"]), ("plan", paths["full"], *search)):
         code, _, error = run(*verb, "--precision", "fp16")
         assert code == 2

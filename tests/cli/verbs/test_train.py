@@ -211,11 +211,11 @@ def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
     said: list[str] = []
     for module in ("verbs.train", "job", "local_run", "rewriting"):
         monkeypatch.setattr(f"anabranch.cli.{module}.announce", said.append)
-    assert run(*PIPELINE, "--steps", "1")[0] == 0
+    assert run(*PIPELINE, "--steps", "1", "--precision", "bf16")[0] == 0
     assert said == [
         "loading PyTorch",
         "planning for 2 devices",
-        "starting 2 ranks, and comparing gradients with one process",
+        "starting 2 ranks in bf16, and comparing gradients with one process",
     ]
     said.clear()
     where = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")

@@ -118,7 +118,8 @@ def simulate(
         write_page(report, shown, [ShownTimeline(title, timeline, graph)], tables)
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
-    if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
+    as_planned = (plan.mode, None, None, None, plan.precision)
+    if (chosen, schedule, policy, other.cluster, costs.graph.precision) == as_planned:
         _say_if_changed(plan, plan_file, shown, is_timed=source.is_timed(device))
     facts: dict[str, Any] = dict(source.facts)
     if actions:

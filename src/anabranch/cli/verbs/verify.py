@@ -35,7 +35,7 @@ def verify(
     replicas, so that everything is equal bit for bit. The whole batch at once is compared as well,
     which shows what micro-batches change. With --rewrite, or by a plan that has rewrites, slices of
     parameters are compared with those of the module as it is written. Exits with 1 if a difference
-    is more than rounding.
+    is more than rounding. Everything is in fp32, whatever the precision of the plan.
 
     Examples:
 
@@ -74,6 +74,8 @@ def verify(
     else:
         say(plan.summary())
         say(result.summary())
+        if plan.precision != "fp32":
+            say("compared in fp32, as train does before its first step")
     if not result.is_good:
         say_error(result.why())
         raise typer.Exit(1)
