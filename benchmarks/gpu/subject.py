@@ -79,7 +79,7 @@ def agreement(
     expected_losses: Sequence[float],
     expected: nn.Module,
     start: nn.Module,
-    precision: str = "fp32",
+    precision: str | None = None,
 ) -> Row:
     """How far losses and the weights that this rank has are from the expected ones.
 
@@ -102,7 +102,7 @@ def agreement(
     ]
     pairs = list(zip(losses, expected_losses, strict=True))
     loss_error = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
-    most_loss, most_weight = BOUNDS[precision]
+    most_loss, most_weight = BOUNDS[precision or "fp32"]
     return {
         "agrees": loss_error <= most_loss and max(errors) <= most_weight,
         "loss_error": loss_error,

@@ -228,7 +228,7 @@ class Captured:
         the plain one for ``fp32`` and None.
 
         Args:
-            device_type: such as ``cuda``; autocast casts other operations on other devices.
+            device_type: torch's name; autocast casts other operations on other devices.
 
         Raises:
             ValueError: for another precision.
