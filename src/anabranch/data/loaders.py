@@ -315,7 +315,11 @@ def _leave_workers_of_parent(loader: Any) -> None:
     iterator: Any = getattr(loader, "_iterator", None)
     if any(worker._parent_pid != os.getpid() for worker in getattr(iterator, "_workers", ())):
         iterator._shutdown = True  # else it would end those of the parent
+        _of_parent.append(iterator)  # PyTorch knows it by its address, which no other may get
         loader._iterator = None
+
+
+_of_parent: list[Any] = []
 
 
 def _drawn(sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> Iterator[Sequence[int]]:
