@@ -176,8 +176,8 @@ class ModelSource:
             profile = read_profile_file(self.model, self.options, device, samples)
             if self.precision not in (None, profile.graph.precision):
                 raise typer.BadParameter(
-                    f"{self.model} is a profile in {profile.graph.precision}; for "
-                    f"{self.precision} make one with anabranch profile MODEL --precision"
+                    f"{self.model} is a profile in {profile.graph.precision}; for another make one "
+                    f"with anabranch profile MODEL --precision {self.precision}"
                 )
             return profile, facts
         if not times and _is_here(device):
