@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
-from anabranch.graph.flat_program import gradient_types
+from anabranch.graph.flat_program import CALL, gradient_types
 from tests import losses
 from tests.graph.chain import check_split, random_stages
 
@@ -179,3 +179,22 @@ def test_what_is_computed_without_gradients_under_autocast_gives_none(
     captured = capture(target, x, granularity="operator")
     for seed in range(3):
         assert check_split(captured, x, random_stages(captured.graph, 4, seed), exact=True) == 0.0
+
+
+class InPlace(nn.Module):
+    """A dropout that writes to what a layer has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.first(x), 0.5, inplace=True)
+        return F.dropout(self.second(h).relu_(), 0.5).square().mean()
+
+
+def test_calls_have_the_places_that_they_have_without_casts() -> None:
+    """Random numbers by sample go by them."""
+    half = capture(InPlace(), torch.randn(4, 8)).under_autocast("bf16", "cpu")
+    calls = half.programs.example.calls
+    assert [node.meta[CALL] for node in calls if "dropout" in node.name] == [1, 4]

@@ -136,7 +136,7 @@ def with_casts(
         cast = builder.finish(program.samples, [builder.env[node] for node in program.outputs])
     for call, node in enumerate(program.calls):
         node.meta.setdefault(CALL, call)
-    for node, new in builder.env.items():
+    for node, new in reversed(builder.env.items()):  # what is written to has the name of the write
         if isinstance(new, fx.Node):
             new.meta |= {key: node.meta[key] for key in node.meta.keys() - new.meta.keys()}
     owners = tuple(builder.owners[call] for call in cast.calls)
