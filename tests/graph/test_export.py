@@ -217,21 +217,17 @@ def test_custom_gradient_is_refused_where_only_analysis_can_trace() -> None:
     assert check_split(captured, batch(3), stage_each(captured), exact=True) == 0.0
 
 
-@torch.library.custom_op("anabranch_test::mm", mutates_args=())
-def tripled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-tripled.register_fake(lambda x: torch.empty_like(x))
-
-
-tripled.register_autograd(lambda ctx, grad: grad * 3)
-
-
-def test_custom_operator_keeps_its_backward() -> None:
+@pytest.mark.parametrize("name", ["mm", "layer_norm", "embedding"])
+def test_custom_operator_keeps_its_backward(name: str) -> None:
     """What the error above recommends works; it is another library's, whatever its name."""
+    schema = "(Tensor x) -> Tensor"
+    tripled = torch.library.custom_op(
+        f"anabranch_test::{name}", lambda x: x * 2, mutates_args=(), schema=schema
+    )
+    tripled.register_fake(torch.empty_like)
+    tripled.register_autograd(lambda ctx, grad: grad * 3)
     captured = capture(Net(lambda _, h: tripled(h)), batch())
-    assert captured.foreign == ("anabranch_test::mm",)
+    assert captured.foreign == (f"anabranch_test::{name}",)
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 

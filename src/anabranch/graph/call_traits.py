@@ -14,8 +14,12 @@ from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMA
 
 
 def base_name(node: fx.Node) -> str:
-    """Operation without library and overload, such as ``linear``."""
-    return flat_program.schema_name(node).rpartition("::")[2].rpartition(".")[2]
+    """Operation without overload, such as ``linear``; with its library if that is another's, as
+    ``mine::linear`` may do anything.
+    """
+    library, _, name = flat_program.schema_name(node).rpartition("::")
+    name = name.rpartition(".")[2]
+    return name if library in ("", "aten", "prims", "anabranch") else f"{library}::{name}"
 
 
 def keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[flat_program.CallKey, fx.Node]]:

@@ -242,9 +242,7 @@ class _Follower:
         if base_name(node) == "getitem":
             node = node.all_input_nodes[0]
         name = schema_name(node)
-        library, separator, _ = name.partition("::")
-        is_other = bool(separator) and library not in ("aten", "prims")
-        is_assumed = is_other and self.assumption.unknown != "coupled"
+        is_assumed = "::" in base_name(node) and self.assumption.unknown != "coupled"
         return name if is_assumed or name in self.assumption.per_sample else ""
 
     def counts_reordered(self, node: fx.Node) -> bool:
