@@ -15,7 +15,7 @@ from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
 from anabranch.cli.restarts import left_of, restarted, surviving, train_with_restarts
 from anabranch.cli.training_settings import TrainingSettings
-from anabranch.errors import DataError, StageFailedError, TrainingError
+from anabranch.errors import DataError, LoaderError, StageFailedError, TrainingError
 from anabranch.runtime.spare_copies import Moment
 from tests.record.test_folder import PLAN
 
@@ -84,6 +84,19 @@ def test_a_rank_that_dies_for_good_names_the_way_on(asked, fault: str, way_on: s
     with pytest.raises(StageFailedError) as raised:
         train_with_restarts(fails, TrainingSettings(steps=5, **asked), [].append)
     assert re.fullmatch("rank 1 was killed" + ("; " + way_on if way_on else ""), str(raised.value))
+
+
+def test_an_error_of_the_data_names_the_checkpoint_of_its_run(training: TrainingSettings):
+    """Where this run has made none, nothing is said of those before."""
+
+    def fails(_: TrainingSettings) -> None:
+        raise LoaderError("the disk is on fire")
+
+    for step, way_on in ((40, ""), (60, "; .*step-60 is left: to go on, .* --steps 80")):
+        saved(training.save, step)
+        with pytest.raises(LoaderError) as raised:
+            train_with_restarts(fails, training, [].append)
+        assert re.fullmatch("the disk is on fire" + way_on, str(raised.value))
 
 
 def test_survival_with_a_device_fewer_has_the_prediction_of_its_plan(monkeypatch):
