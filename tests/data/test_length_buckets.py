@@ -54,6 +54,14 @@ def test_buckets_are_quartiles_of_the_longest_of_a_batch() -> None:
     assert [example["input_ids"].shape[1] for example in examples] == [41, 32, 24, 16]
 
 
+def test_a_data_set_that_is_not_looked_at_whole_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second sample, so the longest stays unseen."""
+    monkeypatch.setattr(LengthBuckets, "looked_at", 4)
+    data = sentences([5, 5, 9, 9, 9, 30, 9])
+    with pytest.warns(UserWarning, match=r"4 of 7 samples .*'input_ids': 9, .*max_length"):
+        LengthBuckets.of([data], padded, 1, FILL)
+
+
 def test_one_length_needs_no_buckets() -> None:
     """Nor do classes, which have no sequences."""
     assert LengthBuckets.of([sentences([7] * 5)], padded, 2, FILL) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -115,6 +116,13 @@ class LengthBuckets:
             buckets[tuple(torch.minimum(rounded, most).tolist())] = None
         buckets[tuple(most.tolist())] = None
         lengths = tuple(dict(zip(names, sizes, strict=True)) for sizes in buckets)
+        if len(table) < (total := sum(map(len, data_sets))):
+            warnings.warn(
+                f"{len(table):,} of {total:,} samples were looked at for their lengths, at most "
+                f"{lengths[-1]}: a longer one ends training when it comes, so let the collator cut "
+                "there (max_length)",
+                stacklevel=3,
+            )
         return LengthBuckets(lengths, {name: fill[name] for name in names})
 
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
