@@ -250,7 +250,7 @@ def _compute_problem(
         return None if i < done[s, before] else f"it comes before {before.name.lower()} {i}"
     in_flight = expected + 1 - done[s, order[-1]]
     limit = graph.stages[s].in_flight
-    if in_flight > limit:
+    if in_flight > limit > 0:
         return f"{in_flight} micro-batches of stage {s} are in flight; its limit is {limit}"
     return None
 
