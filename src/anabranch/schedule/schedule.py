@@ -25,10 +25,7 @@ from anabranch.remembered import remembered
 
 # NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
+    from anabranch.compiled import Ints
 
 
 class Kind(StrEnum):
