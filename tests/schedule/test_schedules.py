@@ -8,7 +8,7 @@ from anabranch.errors import AnabranchError, InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.schedule import SCHEDULES, compute_order, glossary, rule_named, schedule_of
-from anabranch.schedule.schedule import Kind, Schedule
+from anabranch.schedule.schedule import Schedule
 from tests.simulator.helpers import stage_graph
 
 TWO = rule_named("1f1b").warm_up(stage_graph(((0, 1),), [(0,), (1,)], 2))

@@ -153,7 +153,6 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
     if REPETITIONS.steps_in_a_row * len(program.entries) > REPETITIONS.most_in_a_row:
         return None
     step = StepRun(in_a_row(program, REPETITIONS.steps_in_a_row, costs.overheads.read_s), costs)
-    step.run()
     # Steps alone were executed before; in a row they wait for nothing more.
     assert step.is_done
     return step.end - step.begun
@@ -173,7 +172,6 @@ def simulate(
     prices = _prices(graph, costs)
     program = compile_schedule(schedule, graph, prices, per_update=per_update)
     step = StepRun(program, prices)
-    step.run()
     if not step.is_done:
         check_deadlock(lower(schedule.computes, graph, prices.message_edges), graph)
         raise DeadlockError("devices wait for each other's sums of gradients")
