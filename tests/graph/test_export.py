@@ -154,9 +154,9 @@ class Clipped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor, bound: float, samples: int, is_kept: bool = True
+        x: torch.Tensor, bound: float, size: int, sides: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.clamp(-bound, bound), x.view_as(x) * samples
+        return x.clamp(-bound, bound), x.view_as(x) * size + sides[1]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -173,7 +173,7 @@ def test_a_custom_gradient_is_kept() -> None:
     """
 
     def body(_: Net, h: torch.Tensor) -> torch.Tensor:
-        x, y = Clipped.apply(triple(h), 0.5, h.shape[1])  # type: ignore[no-untyped-call]
+        x, y = Clipped.apply(triple(h), 0.5, h.shape[1], (0, 1))  # type: ignore[no-untyped-call]
         return Tripled.apply(x + y)  # type: ignore[no-untyped-call, no-any-return]
 
     captured = capture(Net(body), batch())
@@ -191,13 +191,26 @@ class Changed(Tripled):
         return x.mul_(2)
 
 
+class Read(Tripled):
+    """A forward that reads values, as a kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * float(x[0, 0])
+
+
 @pytest.mark.parametrize(
-    "body", [lambda _, h: Changed.apply(h + 0), lambda _, h: Tripled.apply([h])[0]]
+    "body",
+    [
+        lambda _, h: Changed.apply(h + 0),
+        lambda _, h: Tripled.apply([h])[0],
+        lambda _, h: Read.apply(h),
+    ],
 )
 def test_a_custom_gradient_of_more_than_tensors_is_refused(body: Any) -> None:
     """The tracer would lose the backward silently; the error names class, file and line."""
     with pytest.raises(
-        CaptureError, match=r"test_export.py:\d+ .*(Changed|Tripled).apply.*op with"
+        CaptureError, match=r"test_export.py:\d+ .*(Changed|Tripled|Read).apply.*op with"
     ):
         capture(Net(body), batch())
 

@@ -24,16 +24,21 @@ _names: Counter[str] = Counter()
 _operators: dict[Any, Callable[..., Any]] = {}
 
 
+def _is_fixed(value: Any) -> bool:
+    are_numbers = isinstance(value, tuple) and all(isinstance(v, int | float) for v in value)
+    return are_numbers or isinstance(value, _FIXED)
+
+
 def operator_of(
     function: Any, arguments: tuple[Any, ...], run: Callable[..., Any]
 ) -> Callable[..., Any] | None:
     """Return what calls a class of functions as an operator; None if it cannot be one: it takes or
-    returns something else than tensors and numbers, or writes to what it takes.
+    returns something else than tensors and numbers, writes to what it takes, or needs its values.
 
     Args:
         run: calls the class itself.
     """
-    fixed = {i: value for i, value in enumerate(arguments) if isinstance(value, _FIXED)}
+    fixed = {i: value for i, value in enumerate(arguments) if _is_fixed(value)}
     passed = [value for i, value in enumerate(arguments) if i not in fixed]
     types = [next((t for t, kind in _TYPES.items() if isinstance(v, kind)), "") for v in passed]
     key = function, *types, *fixed.items()
@@ -41,8 +46,11 @@ def operator_of(
         return _operators.get(key)
     tensors = [value for value in passed if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in tensors]
-    with disable_proxy_modes_tracing():
-        results = run(*arguments)
+    try:
+        with disable_proxy_modes_tracing():
+            results = run(*arguments)
+    except Exception:  # of kernels that read memory, say, which tensors of a trace have none of
+        return None
     outputs = results if isinstance(results, tuple) else (results,)
     is_own = [isinstance(r, torch.Tensor) and all(r is not t for t in tensors) for r in outputs]
     if not all(is_own) or before != [tensor._version for tensor in tensors]:
