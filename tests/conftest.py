@@ -19,6 +19,7 @@ from hypothesis import settings
 
 from anabranch.compiled import Compiled, functions
 from anabranch.planner.auto import settings as search_settings
+from anabranch.solve import comparison
 from tests import exported_once
 
 # No test reads or writes what the user's own commands keep: captures, and what was measured on the
@@ -31,6 +32,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 search_settings.SETTINGS = replace(
     search_settings.SETTINGS, evaluations=300, further=300, neighbours=100
 )
+# That of the chain to compare with is an eighth as long: evaluations beyond those above would be
+# spent in rounds from the best plan on.
+_chain: Any = comparison.BASELINES["chain"]["planner_options"]
+_chain["evaluations"] = 40
 
 exported_once.install()
 gc.disable()  # until all tests are imported
