@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks.faults import __main__, blame, checkpoints, hosts, processes, survival, unequal
-from benchmarks.faults.damage import DAMAGES
 from tests.benchmarks.small import small_two_branch
 
 EXPECTED: dict[str, tuple[int, dict[str, Any]]] = {
-    "damage": (len(DAMAGES), {"refused, file named": len(DAMAGES), "silent": []}),
+    "damage": (2, {"refused, file named": 2, "silent": []}),
     "saves": (2, {}),
     "kills": (1, {"restarted and reached the last step": 1, "rank and phase named": 1}),
     "survivals": (1, {"killed, in runs": 1, "losses bitwise those of an undisturbed run": 1}),
