@@ -149,11 +149,10 @@ def test_schedulers_made_of_schedulers_resume(tmp_path: Path) -> None:
         return final(pipeline, steps(pipeline, 4))
 
     losses, parameters, _ = joined(run(model, workload, plan(model, 2), whole))
-    for other in (plan(model, 3), plan(model, 1)):
-        again, found, _ = joined(run(model, workload, other, rest))
-        assert again == pytest.approx(losses, rel=1e-6)
-        for name, value in parameters.items():
-            torch.testing.assert_close(found[name], value)
+    again, found, _ = joined(run(model, workload, plan(model, 1), rest))
+    assert again == pytest.approx(losses, rel=1e-6)
+    for name, value in parameters.items():
+        torch.testing.assert_close(found[name], value)
 
 
 Saved = tuple[Built, Workload, Path]
