@@ -359,10 +359,20 @@ _FOUR_EXPERTS = {
 _CAUSAL = ("GPTNeoX", "OPT", "Falcon", "Phi", "Phi3", "Olmo", "Cohere", "Starcoder2")
 _GROUPED = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
 _MASKED = ("Bert", "Electra", "ConvBert", "DebertaV2", "ModernBert")
+_MORE_GROUPED = (
+    *("Cohere2", "Olmo2", "Olmo3", "Glm", "Glm4", "SmolLM3", "Helium", "Arcee", "SeedOss"),
+    *("Ministral", "Nemotron", "Ernie4_5", "HunYuanDenseV1", "GPTBigCode"),
+)
+_MORE_MASKED = ("MegatronBert", "RoFormer", "EuroBert", "XLMRobertaXL")
+_MORE_IMAGES = ("Dinov2WithRegisters", "IJepa", "ViTMSN")
 
 ARCHITECTURES: dict[str, Architecture] = {
     **{name: Architecture(causal, _TEXT) for name in _CAUSAL},
     **{name: Architecture(causal, _ONE_KEY) for name in _GROUPED},
+    **{name: Architecture(causal, _ONE_KEY, None) for name in _MORE_GROUPED},
+    **{name: Architecture(masked, _TEXT, None) for name in _MORE_MASKED},
+    **{name: Architecture(image, _IMAGES, None) for name in _MORE_IMAGES},
+    **{name: Architecture(translation, _TWO_TEXTS, None) for name in ("PLBart", "BlenderbotSmall")},
     "Bloom": Architecture(causal, _TEXT, None),
     "Mamba": Architecture(causal, _TEXT, None),  # a call per token without its own kernels
     "StableLm": Architecture(causal, {**_TEXT, "num_key_value_heads": 2}),

@@ -9,6 +9,7 @@ from anabranch import models
 from anabranch.data.glyphs import load_glyphs
 from anabranch.workload import Workload
 
+SLOW = ("two-branch", "transformer")
 SYNTHETIC = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
 
 
@@ -127,8 +128,8 @@ def test_meta_models_have_the_same_sizes_without_memory(name):
 
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_small_presets_learn(name):
-    """Whoever tries a model sees its loss fall within two dozen steps."""
-    losses = train(models.build(name, preset="small"), 15 if name == "mmt" else 25)
+    """Whoever tries a model sees its loss fall within a dozen steps or two."""
+    losses = train(models.build(name, preset="small"), 25 if name in SLOW else 12)
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.planner import PLANNERS
 from anabranch.planner.graphpipe.chains import line
 from anabranch.planner.graphpipe.partitioner import partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules
-from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.assemble import fits
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
@@ -66,7 +66,7 @@ def best_chain(prices: MicrobatchPrices, masks: list[int], devices: int) -> floa
 def test_stages_follow_one_another():
     """Also where no value flows: an edge from each stage to the next, besides those of the data."""
     cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
-    for graph in Sequential()(cost, batch_size=128):
+    for graph in PLANNERS["sequential"]()(cost, batch_size=128):
         assert {(s, s + 1) for s in range(len(graph) - 1)} <= set(graph.edges)
         assert graph.depth == len(graph)
 
@@ -74,8 +74,8 @@ def test_stages_follow_one_another():
 def test_proposes_as_it_searches():
     """Whoever stops after the first plan has it, and who asks again gets all, always the same."""
     cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
-    first = next(Sequential()(cost, batch_size=128))
-    found, again = (list(Sequential()(cost, batch_size=128)) for _ in range(2))
+    first = next(PLANNERS["sequential"]()(cost, batch_size=128))
+    found, again = (list(PLANNERS["sequential"]()(cost, batch_size=128)) for _ in range(2))
     assert found[0] == first
     assert again == found
     assert len(found) > 1
@@ -84,5 +84,5 @@ def test_proposes_as_it_searches():
 def test_straight_pipeline():
     """One device per stage, as many stages as devices."""
     cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
-    for graph in Sequential(max_replicas=1)(cost, batch_size=128):
+    for graph in PLANNERS["sequential"](max_replicas=1)(cost, batch_size=128):
         assert [stage.replicas for stage in graph.stages] == [1] * 8

@@ -18,7 +18,7 @@ from anabranch.graph.capture import capture
 from anabranch.training import SaveEvery, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, Chain, batch, built, plan, with_options, with_programs
-from tests.runtime.training import sgd
+from tests.runtime.training import begin_again, sgd
 
 pytestmark = pytest.mark.dist
 
@@ -153,8 +153,14 @@ def test_a_rank_reads_the_columns_of_its_own_stages(name: str):
         reads = {key: counted[key].read + others[key].read for key in counted}
         return run.losses, run.metrics["loss"], reads
 
-    by_column = launch.run(lambda: rank(True), 3, timeout=60.0)
-    whole = launch.run(lambda: rank(False), 3, timeout=60.0)
+    start = {key: value.clone() for key, value in model.module.state_dict().items()}
+
+    def both() -> list[tuple[tuple[float, ...], float, dict[str, int]]]:
+        found = [rank(True)]
+        begin_again(model.module, start)
+        return [*found, rank(False)]
+
+    by_column, whole = zip(*launch.run(both, 3, timeout=60.0), strict=True)
     assert by_column[0][:2] == whole[0][:2]
     everything = 4 * 16 + HELD_OUT
     assert all(set(reads.values()) == {everything} for _, _, reads in whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, batch, built, on_devices, plan, with_options, with_programs
-from tests.runtime.training import LIMIT_S, begin_again, on_one_device, run
+from tests.runtime.training import LIMIT_S, begin_again, on_one_device, run, run_each
 
 pytestmark = pytest.mark.dist
 
@@ -79,7 +80,6 @@ def trained(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("TwoBranch", {}),
         ("Tied", {"shard_optimizer": True}),
         ("Norm", {}),
         ("Dropout", {"compute": ComputeOptions(dropout="sample", precision="bf16")}),
@@ -113,10 +113,9 @@ def test_a_change_in_a_row_of_steps_keeps_the_order_of_losses() -> None:
                 pipe.change_plan(other)
         return told, pipe.gradient_verdict
 
-    expected, verdict = run(
-        model, plan(model, 3), lambda p: losses(p, False), check_gradients=True
-    )[0]
-    found = run(model, plan(model, 3), lambda p: losses(p, True), check_gradients=True)
+    check = {"check_gradients": True}
+    ways = ((partial(losses, changes=changes), check) for changes in (False, True))
+    ((expected, verdict), *_), found = run_each(model, plan(model, 3), *ways)
     assert all(told == pytest.approx(expected, rel=1e-5) for told, _ in found)
     assert all(said == verdict for _, said in found)
     assert "nobody asked" not in verdict

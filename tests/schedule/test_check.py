@@ -117,8 +117,8 @@ def test_a_rising_warm_up_deadlocks():
         "device 1: 0F0 0SF0>1@1[0:1] >>0RB0<1@1[0:1]<< 0B0 0F1 0SF1>1@1[1:2] 0RB1<1@1[1:2] ...",
         "  device 1, step 3 of 8, waits for samples 1 to 1 from stage 0 on device 0: "
         "1RF0<0@0[0:1] 1F0 >>1RF1<0@0[1:2]<< 1F1 1B0 1SB0>0@0[0:1] 1B1 ...",
-        "The warm-up rises along stage edge 0 -> 1: 1 samples forward before the first backward "
-        "of stage 0, 2 of stage 1; give stage 0 at least as many.",
+        "The warm-up is short along stage edge 0 -> 1: 1 samples forward before the first backward "
+        "of stage 0, 2 of stage 1, which turn over 1 and 1 at a time; give stage 0 at least 2.",
     ]
 
 

@@ -8,7 +8,7 @@ from anabranch.errors import AnabranchError, InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.schedule import SCHEDULES, compute_order, glossary, rule_named, schedule_of
-from anabranch.schedule.schedule import Kind, Schedule
+from anabranch.schedule.schedule import Schedule
 from tests.simulator.helpers import stage_graph
 
 TWO = rule_named("1f1b").warm_up(stage_graph(((0, 1),), [(0,), (1,)], 2))
@@ -52,8 +52,6 @@ def test_what_a_list_says_of_itself():
     alike = [(str(a), last, at.tolist()) for a, last, at in order.computes((2,))]
     backwards = [("0B0", False, [4, 6]), ("0B1", True, [5]), ("0B3", True, [7])]
     assert alike == [*forwards, *backwards]
-    assert order.counts == {(0, Kind.FORWARD): 4, (0, Kind.BACKWARD): 4}
-    assert Schedule.parse("0: 0F1 0F0").orders[0].counts is None
 
 
 def test_what_cannot_be_executed_is_refused():

@@ -13,7 +13,7 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.program import compile_schedule
-from anabranch.simulator.run import step_seconds
+from anabranch.simulator.run import run, step_seconds
 from tests.simulator.helpers import cluster, cost_model, stage_graph
 
 GRAPH = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 2)), ((0, 1),), 6)
@@ -79,21 +79,21 @@ def two_stages(samples: int) -> StageGraph:
 
 
 @pytest.mark.parametrize(
-    "order",
+    ("order", "problem"),
     [
-        "0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0",
-        "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0",
-        "0: 0F0 0F1 0B0 0B1",
-        "0: 0F0 0F1 0B0 0B1\n1: 1F0 1F1 1B0 1B1 1B1",
+        ("0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0", "of 4: micro-batch 1 where micro-batch 0"),
+        ("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0", "device 1 runs 1 of the 2 micro-batches of stage 1"),
+        ("0: 0F0 0F1 0B0 0B1", r"but the stages are on devices \[0, 1\]"),
+        ("0: 0F0 0F1 0B0 0B1\n1: 1F0 1F1 1B0 1B1 1B1", "micro-batch 1 where micro-batch 2 is next"),
     ],
 )
-def test_orders_by_hand_are_whole_and_in_turn(order: str) -> None:
+def test_orders_by_hand_are_whole_and_in_turn(order: str, problem: str) -> None:
     """One that lacks a micro-batch, or takes them out of order, is refused, not taken for a
     deadlock.
     """
     times = StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2)
-    with pytest.raises(InvalidScheduleError, match="lacks micro-batches of its stages, or takes"):
-        step_seconds(two_stages(2), Schedule.parse(order), times)
+    with pytest.raises(InvalidScheduleError, match=problem):
+        run(two_stages(2), Schedule.parse(order), times)
 
 
 def test_what_prices_keep_of_messages_holds_for_other_graphs() -> None:

@@ -96,3 +96,19 @@ def test_where_state_is_shared_in_any_case_backwards_are_split():
     contest.judge.consider([graph])
     contest.split()
     assert contest.best_s < float("inf")
+
+
+def test_what_is_proposed_with_split_backwards_is_not_judged_without():
+    """Two stages: micro-batches of 2 samples, which are quicker, are proposed with split backwards
+    alone; whoever proposes them so expects more of that.
+    """
+    cost, graph = two_stages(8)
+
+    class Split(Rounds):
+        def again(self, best, runs, choice):
+            return [(graph, Runs(split=True)) for graph, _ in super().again(best, runs, choice)]
+
+    contest = Contest(cost, AUTO, Split(graph, [2]), SearchBudget(), may_share=False)
+    contest.judge.consider([with_size(graph, 4)])
+    contest.search_on()
+    assert with_size(graph, 2) not in contest.judge.seconds()

@@ -14,7 +14,6 @@ from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError
 from anabranch.planner.graphpipe.planner import GraphPipe
-from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
@@ -127,7 +126,7 @@ def test_proposals_are_cut_into_enough_micro_batches(monkeypatch):
         stages = tuple(Stage((f"op{i}",), (i,), microbatch_size) for i in range(4))
         return [StageGraph(stages, ((0, 1), (1, 2), (2, 3)), batch_size)]
 
-    monkeypatch.setattr(Sequential, "__call__", whole_halves)
+    monkeypatch.setattr(GraphPipe, "__call__", whole_halves)
     plan = asynchronous(on_chain(), 8, planner="sequential", policy="2bw", improve=False)
     assert [stage.microbatch_size for stage in plan.stage_graph.stages] == [2] * 4
 

@@ -97,10 +97,14 @@ def test_gradients_of_weights_that_wait_are_in_memory(propose, fits):
             found(cost, 16, optimizer_factor=0.0, schedule="zb-h1")
 
 
-@pytest.mark.parametrize(("latency_s", "are_tried"), [(0.0, True), (2.0, False)])
-def test_lists_are_not_tried_where_a_deep_warm_up_hides_messages(latency_s, are_tried, monkeypatch):
+@pytest.mark.parametrize(
+    ("latency_s", "limit", "first", "lists"),
+    [(0.0, None, True, True), (2.0, None, True, False), (2.0, 18.0, False, False)],
+)
+def test_schedules_are_not_tried_without_hope(latency_s, limit, first, lists, monkeypatch):
     """Two stages of 1 + 1 s: with messages of 2 s, two micro-batches in flight take 8 s, as three
-    do.
+    do, so lists are left out; and all others, too, where a deep warm-up takes far longer than the
+    best.
     """
     cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2, latency_s=latency_s), value_bytes=1)
     judge, tried = Judge(ShortestStep(cost, schedule_choice.AUTO)), []
@@ -111,9 +115,9 @@ def test_lists_are_not_tried_where_a_deep_warm_up_hides_messages(latency_s, are_
         return ShortestStep(cost, schedules)
 
     monkeypatch.setattr(schedule_choice, "ShortestStep", recorded)
-    split_backwards(judge, cost)
-    assert {"1f1b-split", "1f1b-deep-split"} <= {*tried}
-    assert ("zb-h1" in tried) == are_tried
+    split_backwards(judge, cost, limit=limit)
+    assert "1f1b-deep-split" in tried
+    assert ("1f1b-split" in tried, "zb-h1" in tried) == (first, lists)
 
 
 def test_lists_know_how_long_passes_and_messages_take():

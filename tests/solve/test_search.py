@@ -440,8 +440,9 @@ def test_a_plan_knows_its_cluster(propose):
     assert found(cost, 8).machines == cost.cluster
 
 
-def test_the_collector_looks_at_what_a_search_makes_only(propose):
+def test_the_collector_looks_at_what_a_search_makes_only(propose, monkeypatch):
     """Objects made before are frozen meanwhile, and stay so if the caller froze them."""
+    monkeypatch.setattr("anabranch.solve.search.gc", gc)
     cost, graph = two_stages(8)
     frozen = list[int]()
 

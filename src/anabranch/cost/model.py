@@ -15,9 +15,9 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cluster import Calibration, Cluster
+from anabranch.compiled import Floats
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
@@ -27,8 +27,6 @@ from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import Profile, UpdateCost, between, row_below
 from anabranch.remembered import remembered
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -186,10 +186,10 @@ class NestedSets:
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
         """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
 
-        Of a row of sets in the model's order pass(i) is the most of own + what is kept up to there,
-        so far, less all that is kept up to i.
+        Of a row of sets in the model's order, or in any where nothing is kept, pass(i) is the most
+        of own + what is kept up to there, so far, less all that is kept up to i.
         """
-        if self.is_chain and bool((np.diff(self._flat[0]) > 0).all()):
+        if self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
             operators, starts = self._flat
             done = np.zeros(len(self.cost.graph))
             done[operators] = np.cumsum(kept[operators])

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+
+from anabranch.compiled import Floats
 
 Number = Any
 """A float, or a NumPy array of them."""
@@ -140,9 +141,6 @@ class StageWeights:
         """Weights of some stages."""
         held, *others = (getattr(self, kind.name) for kind in fields(self))
         return StageWeights(held.of(places), *(part[places] for part in others))
-
-
-Floats = NDArray[np.float64]
 
 
 def pass_behind(before: float, kept: float, own: float) -> float:

@@ -2,9 +2,10 @@
 
 ``torch.export`` is tried in three ways: without Python analysis and with a symbolic batch size, the
 same with the batch size fixed, and with full Python analysis. The first loses the backward of a
-custom ``autograd.Function``, and ``torch.utils.checkpoint`` or, if reentrant, its gradients; it
-stops at derivatives inside of the forward, and at ``torch.vmap``, with errors of its own. All of
-them are watched for while the forward runs.
+custom ``autograd.Function`` that is no operator (``custom_functions``), and
+``torch.utils.checkpoint`` or, if reentrant, its gradients; it stops at derivatives inside of the
+forward, and at ``torch.vmap``, with errors of its own. All of them are watched for while the
+forward runs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
+from anabranch.graph.custom_functions import operator_of
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.module_state import with_attributes, without_keeping
 from anabranch.graph.returned_loss import fields_of, is_fraction, scalars
@@ -101,7 +103,8 @@ def export(
                 if strict:  # the analysis hides custom gradients, which a plain call shows
                     state = {name: buffer.clone() for name, buffer in module.named_buffers()}
                     call = torch.no_grad()(torch.func.functional_call)
-                    with reads.recording(), _watched(set()), torch.random.fork_rng():
+                    watched = _watched(set(), are_traced=False)
+                    with reads.recording(), watched, torch.random.fork_rng():
                         call(module, state, tuple(leaves))
                 else:
                     stack.enter_context(_watched(checkpoints))
@@ -191,38 +194,37 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(checkpoints: set[str]) -> Iterator[None]:
-    """Refuse custom gradients, hooks, derivatives and transforms inside the forward; trace
-    checkpoints as plain calls, noted in ``checkpoints``, and ``weight.data`` as
-    ``weight.detach()``, which is the same memory: tracing makes a tensor without values of the
-    former, so reading it fails far from the line, and a write to it is dropped.
+def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]:
+    """Call custom gradients as operators if they ``are_traced``, and refuse those that cannot be
+    one, hooks, derivatives and transforms inside the forward; trace checkpoints as plain calls,
+    noted in ``checkpoints``, and ``weight.data`` as ``weight.detach()``, which is the same memory:
+    tracing makes a tensor without values of the former, so reading it fails far from the line, and
+    a write to it is dropped.
     """
-    function, functions = torch.autograd.Function, torch.autograd.function
-    before, has_setup = function.__dict__["apply"], functions._is_setup_context_defined
+    function = torch.autograd.function._SingleLevelFunction  # whose apply all others call
     plain = checkpoint._checkpoint_without_reentrant_generator
     data: Any = torch.Tensor.data
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        where = user_frame(traceback.extract_stack())
+    def apply(cls: Any, *args: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
-            checkpoints.add(where)
+            checkpoints.add(user_frame(traceback.extract_stack()))
             run, _, *inputs = args
             return run(*inputs)
         if cls is BackwardHookFunction:
             hook()
-        return before.__func__(cls, *args, **kwargs)
-
-    def applies(setup_context: Any) -> bool:
-        """Called by every ``apply``, also by one that was bound before, as ``f = F.apply``."""
-        cls = sys._getframe(1).f_locals["cls"]
+        plain_apply = super(function, cls).apply
         if cls.__module__.startswith("torch."):  # such as that of a torch.library operator
-            return bool(has_setup(setup_context))  # type: ignore[no-untyped-call]
-        where = user_frame(traceback.extract_stack())
+            return plain_apply(*args)
+        if are_traced and (operator := operator_of(cls, args, plain_apply)):
+            return operator(*args)
+        if not are_traced:
+            raise NotImplementedError  # what the trace met is told instead
         raise CaptureError(
-            f"{where} calls {cls.__name__}.apply, an autograd.Function: tracing sees its forward "
-            "only, and its backward would silently be replaced by that of the forward's "
-            "operations; write it with tensor operations, or as torch.library.custom_op with "
-            "register_autograd, whose backward is kept"
+            f"{user_frame(traceback.extract_stack())} calls {cls.__name__}.apply, an "
+            "autograd.Function that takes or returns more than tensors and numbers, changes them "
+            "in place or needs their values: tracing sees its forward only, and its backward would "
+            "silently be replaced by that of the forward's operations; write it with tensor "
+            "operations, or as torch.library.custom_op with register_autograd"
         )
 
     def without_reentrant(*args: Any, **kwargs: Any) -> Any:
@@ -269,7 +271,6 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     patches = [
         (torch.Tensor, "data", property(read, assign)),
         (function, "apply", classmethod(apply)),
-        (functions, "_is_setup_context_defined", applies),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", hook),
         (torch.autograd, "_engine_run_backward", differentiate),

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,15 +171,19 @@ class Exporter:
             shape, dtype = self.layout.types[source.name]
             return torch.empty((samples, *shape), dtype=dtype, device=device or self.device)
 
+        lowered = partial(
+            lower,
+            exported,
+            samples,
+            names=self._names,
+            batch_names=self.layout.names,
+            find=find,
+            device=device,
+        )
         try:
-            program = lower(
-                exported,
-                samples,
-                names=self._names,
-                batch_names=self.layout.names,
-                find=find,
-                device=device,
-            )
+            program = lowered()
+            if changed := {source.name for _, source in program.writes_to(BATCH_LEAF)}:
+                program = lowered(copied=changed)
         except (CaptureError, RefusedError):
             raise
         except Exception as error:
@@ -193,13 +198,6 @@ class Exporter:
                 "sizes follow from those of the batch, not from its values"
             ) from error
         program = numbers_as_tensors(program, self.outputs)
-        for node, source in program.writes_to(BATCH_LEAF):
-            raise CaptureError(
-                f"{type(self.module).__name__} changes {source.name}, a tensor of the batch, in "
-                f"place ({node.target}, {place_of(self.module, node)}); other stages read the same "
-                "batch, which may find it changed or not: work on a copy of it (clone), or take "
-                "the operation that returns a new tensor"
-            )
         self._require_denominator(program)
         for node, source in program.writes_to(PARAMETER):
             if is_bounding(node):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -72,6 +72,7 @@ def lower(
     batch_names: Sequence[str],
     find: Callable[[PlaceholderSource], torch.Tensor],
     device: torch.device | None = None,
+    copied: Collection[str] = (),
 ) -> FlatProgram:
     """Flatten an exported program for a number of samples.
 
@@ -81,6 +82,8 @@ def lower(
         batch_names: names of the batch leaves.
         find: gives a tensor like a parameter, a buffer or a leaf of the batch.
         device: put all tensors here instead of where they were during the export.
+        copied: batch leaves that the forward changes in place: it works on copies, as other stages
+            read the same batch.
 
     Raises:
         RefusedError: if the export fixed its batch size to another number.
@@ -102,6 +105,9 @@ def lower(
             elif spec.kind is kinds.USER_INPUT:
                 source = PlaceholderSource(BATCH_LEAF, next(batch))
                 builder.placeholder(node, source, find(source))
+                if source.name in copied:
+                    leaf = builder.env[node]
+                    builder.env[node] = builder.made(node, _aten.clone.default, (leaf,), {})
             else:
                 raise CaptureError(
                     f"the module holds {spec.target}, which is neither a tensor nor a constant "

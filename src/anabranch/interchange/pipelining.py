@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class TorchPipeline:
             raise ValueError(f"the plan has {self.chain.num_ranks} ranks, the group {ranks}")
         own = [s for s, at in enumerate(self.chain.ranks) if at == rank]
         self.stages = plain_stages(self.chain, captured, own, device=device)
-        self._schedule: Any = None
 
     @property
     def modules(self) -> list[fx.GraphModule]:
@@ -62,12 +62,38 @@ class TorchPipeline:
         for module in self.modules:
             yield from module.named_parameters()
 
-    @property
+    @cached_property
     def schedule(self) -> Any:
         """PyTorch's schedule, made once the modules are as they are to be."""
-        if self._schedule is None:
-            self._schedule = self._made()
-        return self._schedule
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+        chain = self.chain
+        share = self.captured.weights(chain.microbatch_size, chain.plan.stage_graph.batch_size)
+        weight = share["loss"] * chain.replicas
+        stages = [
+            PipelineStage(
+                stage.module,
+                stage.index,
+                len(chain.ranks),
+                self.device,
+                input_args=stage.inputs,
+                output_args=stage.outputs,
+                group=self.group,
+            )
+            for stage in self.stages
+        ]
+        schedule: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+            stages,
+            chain.num_microbatches,
+            loss_fn=lambda output, target: output[0] * weight,
+            scale_grads=False,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "schedule.csv"
+            file.write_text(chain.csv)
+            schedule._load_csv(str(file))
+        return schedule
 
     def step(self, batch: Batch) -> float | None:
         """Forward and backward of a whole batch; gradients add up, the optimizer is the user's.
@@ -103,34 +129,3 @@ class TorchPipeline:
             name: torch.cat([whole[name][rows] for rows in slices]).to(self.device)
             for name in sorted(names)
         }
-
-    def _made(self) -> Any:
-        from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-        chain = self.chain
-        share = self.captured.weights(chain.microbatch_size, chain.plan.stage_graph.batch_size)
-        weight = share["loss"] * chain.replicas
-        stages = [
-            PipelineStage(
-                stage.module,
-                stage.index,
-                len(chain.ranks),
-                self.device,
-                input_args=stage.inputs,
-                output_args=stage.outputs,
-                group=self.group,
-            )
-            for stage in self.stages
-        ]
-        schedule: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-            stages,
-            chain.num_microbatches,
-            loss_fn=lambda output, target: output[0] * weight,
-            scale_grads=False,
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "schedule.csv"
-            file.write_text(chain.csv)
-            schedule._load_csv(str(file))
-        return schedule

@@ -75,7 +75,6 @@ def _model_part(module: nn.Module, modules: StageModules) -> str:
 
 def _name_reasons(module: nn.Module, modules: StageModules, root: str) -> list[str]:
     """Sentences on cuts that no names of children or list entries describe."""
-    reasons = []
     cut: list[str] = []
     for path in modules.opened:
         part = module.get_submodule(path)
@@ -84,7 +83,7 @@ def _name_reasons(module: nn.Module, modules: StageModules, root: str) -> list[s
         is_inside = any(path.startswith(f"{outer}.") for outer in cut)
         if path and not f"{root}.".startswith(f"{path}.") and not is_entry and not is_inside:
             cut.append(path)
-    reasons += [
+    reasons = [
         f"a cut goes through {path} ({type(module.get_submodule(path)).__name__}), and torchtitan "
         "cuts between children of the model and between entries of its lists"
         for path in cut

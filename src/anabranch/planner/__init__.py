@@ -27,7 +27,7 @@ PLANNERS: Mapping[str, Callable[..., Planner]] = {
     "pipedream": _planner("pipedream.planner", "PipeDream"),
     "dapple": _planner("dapple.planner", "Dapple"),
     "piper": _planner("piper.planner", "Piper"),
-    "sequential": _planner("sequential", "Sequential"),
+    "sequential": _planner("graphpipe.planner", "GraphPipe", chained=True),
     "data-parallel": _planner("data_parallel", "DataParallel"),
     "even": _planner("even", "Even"),
     "exhaustive": _planner("exhaustive", "Exhaustive"),

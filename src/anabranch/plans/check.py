@@ -60,8 +60,7 @@ def check(
         *devices,
         *_samples(graph, cost),
         *sliced_batches(graph, cost.graph),
-        *_memory(graph, cost, versions or [1] * len(graph)),
-        *(_memory_together(graph, cost) if shared else ()),
+        *_memory(graph, cost, versions or [1] * len(graph), shared=shared),
     ]
 
 
@@ -245,38 +244,31 @@ def _unpriced(graph: StageGraph, cost: CostModel, s: int) -> list[str]:
     ]
 
 
-def _memory(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> list[str]:
-    limit = cost.cluster.memory_bytes
-    problems = []
-    for s, (stage, least) in enumerate(zip(graph.stages, least_in_flight(graph), strict=True)):
-        held = stage.in_flight or least
-        need = stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
-        if need > limit:
-            problems.append(
-                f"stage {s} needs {memory_text(need)} on each device, with {held} micro-batches "
-                f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas"
-                f"{f' and {versions[s]} versions of its weights' if versions[s] > 1 else ''}; "
-                f"cluster {cost.cluster.name} has {memory_text(limit)}: try a smaller "
-                "micro-batch or more devices"
-            )
-    return problems
-
-
-def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
-    """Find devices whose stages fit one by one but not together."""
+def _memory(
+    graph: StageGraph, cost: CostModel, versions: Sequence[int], *, shared: bool
+) -> list[str]:
+    """Find stages that do not fit, and devices whose stages do one by one but not together."""
     least, limit = least_in_flight(graph), cost.cluster.memory_bytes
+    flights = [stage.in_flight or least[s] for s, stage in enumerate(graph.stages)]
     needs = [
-        stage_bytes(graph, cost, s, in_flight=stage.in_flight or least[s])
-        for s, stage in enumerate(graph.stages)
+        stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
+        for s, held in enumerate(flights)
     ]
-    problems = []
-    for device, held in graph.stages_of.items():
+    has = f"cluster {cost.cluster.name} has {memory_text(limit)}"
+    problems = [
+        f"stage {s} needs {memory_text(needs[s])} on each device, with {flights[s]} micro-batches "
+        f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas"
+        f"{f' and {versions[s]} versions of its weights' if versions[s] > 1 else ''}; "
+        f"{has}: try a smaller micro-batch or more devices"
+        for s, stage in enumerate(graph.stages)
+        if needs[s] > limit
+    ]
+    for device, held in graph.stages_of.items() if shared else ():
         need = sum(needs[s] for s in held)
         if len(held) > 1 and need > limit >= max(needs[s] for s in held):
             problems.append(
                 f"device {device} needs {memory_text(need)} for stages "
-                f"{', '.join(map(str, held))}; cluster {cost.cluster.name} has "
-                f"{memory_text(limit)}: try a smaller micro-batch or more devices"
+                f"{', '.join(map(str, held))}; {has}: try a smaller micro-batch or more devices"
             )
     return problems
 

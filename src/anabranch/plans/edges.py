@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from anabranch.graph.opgraph import BATCH, OpGraph, bits
@@ -41,14 +41,6 @@ def mask_edges(masks: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
         for op in bits(mask):
             home[op] = s
     return value_edges(home, model)
-
-
-def successors(count: int, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Map each stage to its successors."""
-    result: dict[int, list[int]] = {s: [] for s in range(count)}
-    for x, y in pairs:
-        result[x].append(y)
-    return result
 
 
 class MessageEdges(NamedTuple):

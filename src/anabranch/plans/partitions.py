@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from anabranch.cost import CostModel
 from anabranch.graph.digraph import topological_order
-from anabranch.plans.edges import mask_edges, successors
+from anabranch.plans.edges import mask_edges
+from anabranch.plans.stages import successors
 
 
 def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:

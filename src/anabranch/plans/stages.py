@@ -106,12 +106,13 @@ class StageGraph:
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """Predecessors of each stage."""
-        return _neighbours(len(self), ((y, x) for x, y in self.edges))
+        before = successors(len(self), ((y, x) for x, y in self.edges))
+        return tuple(map(tuple, before.values()))
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """Successors of each stage."""
-        return _neighbours(len(self), self.edges)
+        return tuple(map(tuple, successors(len(self), self.edges).values()))
 
     @cached_property
     def height(self) -> tuple[int, ...]:
@@ -182,12 +183,12 @@ class StageGraph:
         return {samples for size in sizes for samples in slice_sizes(size, replicas)}
 
 
-def _neighbours(count: int, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the ends of the edges that begin at each stage, in the order of the edges."""
-    result: list[list[int]] = [[] for _ in range(count)]
-    for stage, neighbour in edges:
-        result[stage].append(neighbour)
-    return tuple(map(tuple, result))
+def successors(count: int, edges: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Map each stage to its successors, in the order of the edges."""
+    result: dict[int, list[int]] = {s: [] for s in range(count)}
+    for x, y in edges:
+        result[x].append(y)
+    return result
 
 
 def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:

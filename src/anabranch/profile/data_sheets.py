@@ -19,11 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cluster import GB
-
-Floats = NDArray[np.float64]
+from anabranch.compiled import Floats
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kernels import MetaRun, Recorder, cannot_estimate
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.profile import Profile
+from anabranch.profile.storages import TensorWatch
 
 
 def estimate(
@@ -79,7 +80,7 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
 
     @contextmanager
     def recorded(op: int, is_backward: bool) -> Iterator[None]:
-        with Recorder(nbytes.see) as recorder:
+        with Recorder() as recorder:
             try:
                 yield
             except (RuntimeError, TypeError, ValueError) as error:
@@ -95,7 +96,7 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
 
     # Where a mask chooses entries, all of them: the most that a batch can need.
     settings: Any = _config
-    with settings.patch(meta_nonzero_assume_all_nonzero=True):
+    with settings.patch(meta_nonzero_assume_all_nonzero=True), TensorWatch(nbytes.see):
         operator_runner.run_operators(program, batch, call, nbytes)
     return kernel_trace.KernelTrace(
         tuple(kernel for _, _, kernel in seen),

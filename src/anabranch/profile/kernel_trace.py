@@ -18,8 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from anabranch.compiled import Floats
 from anabranch.graph.opgraph import OpGraph
-from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet, Floats
+from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet
 from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_bytes
 
 Precision = Literal["float32", "tf32"]

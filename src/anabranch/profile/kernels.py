@@ -26,11 +26,10 @@ aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the kernels of all operations inside; ``see`` is called with each tensor made."""
+    """Collects the kernels of all operations inside."""
 
-    def __init__(self, see: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.see = see
         self.kernels: list[Kernel] = []
 
     def __torch_dispatch__(
@@ -41,13 +40,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not _is_free(func):
+            outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self.kernels.append(_kernel(func, args, inputs, outputs))
-        if self.see is not None:
-            for tensor in outputs:
-                self.see(tensor)
         return result
 
 

@@ -52,6 +52,8 @@ from anabranch.profile.storages import TensorWatch
 
 Progress = Callable[[int, int], None]
 
+_CPU = torch.device("cpu")
+
 
 def measure(
     captured: Captured,
@@ -114,18 +116,18 @@ def measure(
 
 
 class Measurement:
-    """Seconds of operators that are taken a turn at a time, with something else in between, so that
-    both meet the same machine: the speed of a shared one changes from second to second.
+    """Seconds of operators on the CPU that are taken a turn at a time, with something else in
+    between, so that both meet the same machine: the speed of a shared one changes from second to
+    second.
 
     Args:
         samples: sample counts with which the model works.
-        device: ``cpu``, or a GPU by torch's name, with an index.
     """
 
-    def __init__(self, captured: Captured, samples: Sequence[int], *, device: str = "cpu") -> None:
-        self._captured, self._place = captured, torch.device(device)
-        copies = _Copies(self._place, captured.module)
-        with _left_as_it_was(captured.module, self._place):
+    def __init__(self, captured: Captured, samples: Sequence[int]) -> None:
+        self._captured = captured
+        copies = _Copies(_CPU, captured.module)
+        with _left_as_it_was(captured.module, _CPU):
             self._benches = [_Bench(captured, n, copies) for n in sorted(set(samples))]
             for bench in self._benches:
                 bench.turn(0)
@@ -133,13 +135,13 @@ class Measurement:
 
     def turn(self) -> None:
         """Some steps at each sample count, on as many threads as there are."""
-        with _left_as_it_was(self._captured.module, self._place):
+        with _left_as_it_was(self._captured.module, _CPU):
             for bench in self._benches:
                 bench.turn(_TURN)
 
     def profile(self) -> Profile:
         """By the medians of all turns."""
-        return _profile(self._captured, self._benches, str(self._place))
+        return _profile(self._captured, self._benches, "cpu")
 
 
 class _Bench:

@@ -53,8 +53,8 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _moved(batch: Batch, place: torch.device) -> Batch:
-    """The same batch on a device."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place), batch)
+    """A copy of a batch on a device, which a forward may change in place."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place, copy=True), batch)
 
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
-from anabranch.schedule.check import check_order, checked
+from anabranch.schedule.check import checked
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Schedule
@@ -86,13 +86,6 @@ def schedule_of(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) 
         DeadlockError: if devices would wait for each other.
     """
     return checked(compute_order(graph, name), graph, edges)
-
-
-def checked_order(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) -> Schedule:
-    """Return the checked schedule without messages; a simulation of it detects deadlocks."""
-    order = compute_order(graph, name)
-    check_order(order, graph, edges)
-    return order
 
 
 def compute_order(graph: StageGraph, name: str) -> Schedule:

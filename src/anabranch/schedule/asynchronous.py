@@ -30,7 +30,6 @@ from itertools import count
 from math import lcm
 
 from anabranch.errors import InvalidPlanError
-from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import checked
@@ -154,9 +153,7 @@ class AsynchronousOrder:
         held = self.graph.stages[stage].in_flight
         return stage_actions(stage, held, self.per_update, microbatches)
 
-    def schedule(
-        self, batches: int | None = None, edges: MessageEdges = EVERY_EDGE
-    ) -> tuple[StageGraph, Schedule]:
+    def schedule(self, batches: int | None = None) -> tuple[StageGraph, Schedule]:
         """Return the schedule of so many batches of ``graph``, which has been checked.
 
         By default these are a fill, more of the full pipeline than any stage holds, and a drain.
@@ -170,7 +167,7 @@ class AsynchronousOrder:
         whole = repeated(self.graph, batches or 2 * -(-most // samples) + 1)
         orders = [tuple(self.actions(s, whole.num_microbatches(s))) for s in range(len(whole))]
         by_device = {d: orders[s] for s, stage in enumerate(whole.stages) for d in stage.devices}
-        return whole, checked(Schedule(by_device), whole, edges)
+        return whole, checked(Schedule(by_device), whole)
 
     @property
     def minibatches(self) -> int:

@@ -90,9 +90,9 @@ def channel(action: Action, device: int) -> Channel:
     return action.peer_stage, action.stage, action.peer, device, forward
 
 
-def show(actions: Sequence[Action], position: int, *, around: int = 4) -> str:
+def show(actions: Sequence[Action], position: int) -> str:
     """Format a part of a device's list with one action marked: ``0F0 >>0RB0<1@1[0:4]<< 0B0``."""
-    first, last = max(position - around, 0), position + around + 1
+    first, last = max(position - 4, 0), position + 5
     words = [
         f">>{action}<<" if i == position else str(action)
         for i, action in enumerate(actions[first:last], first)
@@ -126,17 +126,11 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
         )
     held = _warm_up_samples(schedule, graph)
     lines += [
-        f"The warm-up rises along stage edge {x} -> {y}: {held[x]} samples forward before the "
-        f"first backward of stage {x}, {held[y]} of stage {y}; give stage {x} at least as many."
-        for x, y in graph.edges
-        if held[x] < held[y]
-    ]
-    lines += [
         f"The warm-up is short along stage edge {x} -> {y}: {held[x]} samples forward before the "
         f"first backward of stage {x}, {held[y]} of stage {y}, which turn over {_group(graph, x)} "
         f"and {_group(graph, y)} at a time; give stage {x} at least {least}."
         for x, y in graph.edges
-        if held[y] <= held[x] < (least := _least_before(graph, x, y, held[y]))
+        if held[x] < (least := _least_before(graph, x, y, held[y]))
     ]
     return "\n".join(lines)
 
@@ -250,7 +244,7 @@ def _compute_problem(
         return None if i < done[s, before] else f"it comes before {before.name.lower()} {i}"
     in_flight = expected + 1 - done[s, order[-1]]
     limit = graph.stages[s].in_flight
-    if in_flight > limit:
+    if in_flight > limit > 0:
         return f"{in_flight} micro-batches of stage {s} are in flight; its limit is {limit}"
     return None
 

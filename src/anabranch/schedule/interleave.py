@@ -170,6 +170,4 @@ def _goes_first(a: int, b: int, lanes: Lanes, following: Ints) -> bool:
         return bool(lanes.is_forward[x] < lanes.is_forward[y])
     if lanes.sample[x] != lanes.sample[y]:
         return bool(lanes.sample[x] < lanes.sample[y])
-    if lanes.stage[a] != lanes.stage[b]:
-        return bool(lanes.stage[a] > lanes.stage[b])
-    return bool(lanes.device[a] < lanes.device[b])
+    return bool(lanes.stage[a] > lanes.stage[b])

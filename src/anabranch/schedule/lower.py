@@ -26,10 +26,7 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 
 # NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
+    from anabranch.compiled import Ints
 
 
 Compute = tuple[int, int, bool, int]

@@ -25,10 +25,7 @@ from anabranch.remembered import remembered
 
 # NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
+    from anabranch.compiled import Ints
 
 
 class Kind(StrEnum):
@@ -178,17 +175,6 @@ class Order(tuple[Action, ...]):
             else:
                 halves.append(action)
         return Order(halves)
-
-    @cached_property
-    def counts(self) -> Mapping[tuple[int, Kind], int] | None:
-        """(stage, kind) -> number of actions; None if micro-batches are out of order."""
-        stage, kind, microbatch = self.columns
-        done: dict[tuple[int, Kind], int] = {}
-        for at in _alike(stage, kind):
-            if microbatch[at].tolist() != [*range(len(at))]:
-                return None
-            done[int(stage[at[0]]), self[at[0]].kind] = len(at)
-        return done
 
     @remembered
     def last_backwards(self, per_update: int = 0) -> Mapping[int, int]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from anabranch.compiled import Floats, Ints, Table, record_type, records
 from anabranch.cost.communication import Route
-from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import directions, message_table
 from anabranch.schedule.schedule import Order, Schedule
@@ -81,28 +80,6 @@ class Positions:
         """Return the positions of passes of these micro-batches."""
         at: Ints = self._found[self._first[self._row[devices], stages, forward] + microbatches]
         return at
-
-
-def require_in_order(schedule: Schedule, graph: StageGraph) -> None:
-    """Raise an ``InvalidScheduleError`` unless every device takes all micro-batches of its stages
-    in turn.
-    """
-    orders = schedule.orders
-    counts = [order.counts for order in {id(o): o for o in orders.values()}.values()]
-    whole = all(
-        done is not None
-        and all(count == graph.num_microbatches(stage) for (stage, _), count in done.items())
-        for done in counts
-    )
-    if not whole or not all(
-        device in orders and {(s, True), (s, False)} <= orders[device].passes.keys()
-        for s, stage in enumerate(graph.stages)
-        for device in stage.devices
-    ):
-        raise InvalidScheduleError(
-            "a device lacks micro-batches of its stages, or takes them out of order, which has no "
-            "step time; schedule.check.check says where"
-        )
 
 
 @dataclass(frozen=True)

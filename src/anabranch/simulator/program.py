@@ -25,15 +25,7 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role
-from anabranch.simulator.messages import (
-    COMPUTE,
-    UPDATE,
-    Lists,
-    Messages,
-    place,
-    put_in,
-    require_in_order,
-)
+from anabranch.simulator.messages import COMPUTE, UPDATE, Lists, Messages, place, put_in
 from anabranch.simulator.sums import Mark, Sum, final_pieces, gradient_marks, plan_sums, summing_s
 
 
@@ -205,12 +197,8 @@ def compile_schedule(
     Args:
         per_update: micro-batches of an update, which is behind the last backward of them; 0 for a
             single one, behind everything else.
-
-    Raises:
-        InvalidScheduleError: if actions are missing, or micro-batches out of order.
     """
     schedule = schedule.computes
-    require_in_order(schedule, graph)
     orders, devices = schedule.orders, tuple(schedule.actions)
     lists = Lists([len(order) for order in orders.values()])
     messages = put_in(schedule, graph, costs, lists)

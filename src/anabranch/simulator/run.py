@@ -32,7 +32,7 @@ from operator import attrgetter
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.check import check_deadlock, check_handovers
+from anabranch.schedule.check import check_deadlock, check_order
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
@@ -87,13 +87,13 @@ def run(
         the arrival.
 
     Raises:
-        InvalidScheduleError: if a device with several stages would use what it makes only later.
+        InvalidScheduleError: if actions are missing or out of order, or too many in flight.
         DeadlockError: if the schedule cannot be executed; the message shows what each device waits
             for.
     """
     with collector_paused():
         prices = _prices(graph, costs)
-        check_handovers(schedule, graph, prices.message_edges)
+        check_order(schedule.computes, graph, prices.message_edges)
         step = simulate(graph, schedule, prices)
         timeline = timeline_of(step, schedule, graph, prices, messages=messages)
         return replace(timeline, period_s=_period_s(step.program, prices)) if period else timeline
@@ -139,7 +139,9 @@ def memory_of(
 
 
 def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> float:
-    """Seconds of the step that ``run`` would record, in a fraction of the time."""
+    """Seconds of the step that ``run`` would record, in a fraction of the time, of actions that are
+    known to be in order.
+    """
     with collector_paused():
         return simulate(graph, schedule, costs).end
 
@@ -151,7 +153,6 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
     if REPETITIONS.steps_in_a_row * len(program.entries) > REPETITIONS.most_in_a_row:
         return None
     step = StepRun(in_a_row(program, REPETITIONS.steps_in_a_row, costs.overheads.read_s), costs)
-    step.run()
     # Steps alone were executed before; in a row they wait for nothing more.
     assert step.is_done
     return step.end - step.begun
@@ -171,7 +172,6 @@ def simulate(
     prices = _prices(graph, costs)
     program = compile_schedule(schedule, graph, prices, per_update=per_update)
     step = StepRun(program, prices)
-    step.run()
     if not step.is_done:
         check_deadlock(lower(schedule.computes, graph, prices.message_edges), graph)
         raise DeadlockError("devices wait for each other's sums of gradients")

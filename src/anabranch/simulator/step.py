@@ -164,9 +164,6 @@ class StepRun:
     def __init__(self, program: Program, costs: StepCosts) -> None:
         self.program = program
         self._tables = tables_of(program, costs)
-
-    def run(self) -> None:
-        """Start every device and go on until nothing happens."""
         play(self._tables)
 
     @property

@@ -70,10 +70,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.compiled import Ints
+from anabranch.compiled import Floats, Ints
 from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
-from anabranch.cost.model import Floats
 from anabranch.cost.overheads import computed_at_once
 from anabranch.graph.opgraph import BATCH
 from anabranch.solve.settings import SETTINGS

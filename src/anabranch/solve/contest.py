@@ -131,12 +131,13 @@ class Contest:
         self.is_over = not proposals
         for shared, judge in self._judges.items():
             judge.best_s = min(judge.best_s, self.best_s)
-            graphs = {graph: runs.split for graph, runs in proposals if runs.shared == shared}
-            if judge.consider(graphs, in_order=True) and judge.best_s < self.best_s:
+            own = [(graph, runs.split) for graph, runs in proposals if runs.shared == shared]
+            whole = [graph for graph, is_split in own if not is_split]
+            if judge.consider(whole, in_order=True) and judge.best_s < self.best_s:
                 self.cost, self._split = self._costs[shared], None
             if self.choice.split:
-                as_split = [graph for graph in graphs if graphs[graph]]
-                ranked = [g for g in judge.ranked(SETTINGS.split_near) if g in graphs]
+                as_split = [graph for graph, is_split in own if is_split]
+                ranked = [graph for graph in judge.ranked(SETTINGS.split_near) if graph in whole]
                 near = [*dict.fromkeys([*as_split, *ranked])][: SETTINGS.split_proposals // 2]
                 self._split_some(near, shared)
         if self.winner("").proposal != best:

@@ -84,9 +84,10 @@ def split_backwards(
         known_s = list[float]()
         for schedule in schedules:
             least_s, longest_s = min(known_s, default=0.0), max(known_s, default=0.0)
+            if least_s > SETTINGS.list_near * best_s:
+                continue
             if schedule in LISTS and (
                 _passes(proposal) > SETTINGS.split_passes
-                or least_s > SETTINGS.list_near * best_s
                 or longest_s > SETTINGS.list_spread * least_s
                 or tuple(known_s) in alike
             ):

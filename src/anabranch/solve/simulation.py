@@ -12,7 +12,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample, prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import checked_order, rule_named
+from anabranch.schedule import compute_order, rule_named
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.solve.asynchronous_simulation import simulate_async
@@ -114,7 +114,7 @@ def checked_run(
     ``messages`` as ``run``.
     """
     costs = ModelCosts(graph, cost, slower=slower or {})
-    order = checked_order(graph, schedule, costs.message_edges)
+    order = compute_order(graph, schedule)
     return run(graph, order, costs, period=True, messages=messages)
 
 

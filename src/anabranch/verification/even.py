@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 from anabranch.errors import CaptureError, InfeasiblePlanError
 from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import OpGraph
+from anabranch.plans.edges import value_edges
 from anabranch.plans.plan import Plan, Prediction
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph, split_evenly
 from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
 from anabranch.runtime.plan_parts import prepare
 from anabranch.schedule import rule_named
@@ -24,13 +24,12 @@ def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
         raise InfeasiblePlanError(
             f"{count} operators do not fill {num_devices} devices; at most {count} can be used"
         )
-    cuts = [count * i // num_devices for i in range(num_devices + 1)]
-    stage_of = [s for s in range(num_devices) for _ in range(cuts[s], cuts[s + 1])]
-    edges = {(stage_of[a], stage_of[b]) for a, b in graph.edges if stage_of[a] != stage_of[b]}
+    cuts = split_evenly(0, count, num_devices)
+    edges = value_edges([s for s, (a, b) in enumerate(cuts) for _ in range(a, b)], graph)
     microbatch_size = max(batch_size // (2 * num_devices), 1)
     stages = tuple(
         Stage(tuple(op.name for op in graph.ops[a:b]), (s,), microbatch_size)
-        for s, (a, b) in enumerate(pairwise(cuts))
+        for s, (a, b) in enumerate(cuts)
     )
     rule = "1f1b"
     cut = with_whole_batches(StageGraph(stages, tuple(sorted(edges)), batch_size), graph)

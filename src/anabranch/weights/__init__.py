@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from anabranch.weights.base import WeightPolicy as WeightPolicy
 from anabranch.weights.optimizers import OPTIMIZERS as OPTIMIZERS
 from anabranch.weights.optimizers import OptimizerFacts as OptimizerFacts
 from anabranch.weights.optimizers import facts_named as facts_named
+from anabranch.weights.policies import POLICIES as POLICIES
 from anabranch.weights.policies import AsyncPP as AsyncPP
 from anabranch.weights.policies import Naive as Naive
 from anabranch.weights.policies import PipeOptim as PipeOptim
@@ -32,20 +33,6 @@ from anabranch.weights.requirements import require_optimizer as require_optimize
 from anabranch.weights.version_tracker import VersionTracker as VersionTracker
 from anabranch.weights.version_tracker import keeps as keeps
 from anabranch.weights.version_tracker import versions_held as versions_held
-
-POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {
-    "naive": Naive,
-    "stash": Stash,
-    "vertical-sync": VerticalSync,
-    "2bw": TwoBuffers,
-    "spectrain": SpecTrain,
-    "pipeoptim": PipeOptim,
-    "predict-stash": PredictStash,
-    "asyncpp": AsyncPP,
-    "basis-rotation": Rotation,
-    "2bw-ef": TwoBuffersFeedback,
-}
-"""Name -> policy."""
 
 
 def policy_named(name: str, options: Mapping[str, object] | None = None) -> WeightPolicy:

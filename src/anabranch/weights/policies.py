@@ -24,7 +24,7 @@ the unit has come back to the source.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -219,3 +219,11 @@ class TwoBuffersFeedback(TwoBuffers):
     def __post_init__(self) -> None:
         if not 0 < self.share < math.inf:
             raise ValueError(f"share is a factor on an update, more than 0, not {self.share}")
+
+
+_POLICIES: tuple[Callable[[], WeightPolicy], ...] = (
+    *(Naive, Stash, VerticalSync, TwoBuffers, SpecTrain, PipeOptim, PredictStash),
+    *(AsyncPP, Rotation, TwoBuffersFeedback),
+)
+POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {policy().name: policy for policy in _POLICIES}
+"""Name -> policy."""

@@ -58,6 +58,22 @@ def test_never_behind_its_starts(name):
     assert set(starts) <= set(Auto(evaluations=0)(COST, batch_size=64))
 
 
+@pytest.mark.parametrize(("branches", "is_asked"), [(1, False), (2, True)])
+def test_graphpipe_is_not_asked_where_the_model_is_a_row(branches, is_asked, monkeypatch):
+    """Its plans are those of a row there, and it takes longest of all starts."""
+    asked, propose = [], Auto._proposed
+
+    def recorded(planner, name, problem):
+        asked.append(name)
+        yield from propose(planner, name, problem)
+
+    monkeypatch.setattr(Auto, "_proposed", recorded)
+    towers = shapes.towers("towers", branches, 1, layers=2, top=1)
+    list(Auto(evaluations=0)(cost_model(towers, 4, memory=2**34), batch_size=64))
+    assert "sequential" in asked
+    assert ("graphpipe" in asked) == is_asked
+
+
 def test_chains_only():
     """Every proposal is a chain, and none is quicker than the best graph by much."""
     assert all(graph.shape == "chain" for graph in PLANNERS["chain"]()(COST, batch_size=64))

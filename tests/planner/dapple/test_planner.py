@@ -14,8 +14,8 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.files.pipedream import read_profile
 from anabranch.graph.series_parallel import decompose, operators
+from anabranch.planner import PLANNERS
 from anabranch.planner.dapple.planner import Dapple
-from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner import shapes
@@ -35,7 +35,7 @@ def test_finds_a_plan_wherever_sequential_does(profile, devices, memory, size):
     """Tight memory: it has more numbers of replicas to choose from, never fewer plans."""
     cost = cost_model(profile, devices, memory=memory)
     try:
-        found = list(Sequential()(cost, batch_size=8, microbatch_size=size))
+        found = list(PLANNERS["sequential"]()(cost, batch_size=8, microbatch_size=size))
     except InfeasiblePlanError:
         return
     if any(stage.recompute for graph in found for stage in graph.stages):

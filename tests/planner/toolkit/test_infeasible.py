@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
+from anabranch.planner import PLANNERS
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.planner.graphpipe.planner import GraphPipe
-from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.infeasible import explain
 from anabranch.planner.toolkit.problem import Problem
 from tests.planner import shapes
@@ -40,7 +40,7 @@ def mmt_on(nodes: int, memory_gib: float) -> CostModel:
     return CostModel(MMT, replace(cluster, memory_bytes=int(memory_gib * 2**30)))
 
 
-@pytest.mark.parametrize("planner", [GraphPipe(), Sequential()])
+@pytest.mark.parametrize("planner", [GraphPipe(), PLANNERS["sequential"]()])
 def test_names_the_memory_and_the_devices_that_would_do(planner):
     """32 layers of 192 MiB with Adam are about 6 GiB in all: 1 GiB is too little on 4 devices."""
     with pytest.raises(InfeasiblePlanError) as refused:

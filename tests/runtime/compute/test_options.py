@@ -142,10 +142,8 @@ def test_steps_without_a_barrier_wait_for_the_verdict_under_fp16() -> None:
     def streamed(pipeline: Pipeline) -> Any:
         return list(pipeline.steps(batches)), pipeline._session.workers.loss_scale
 
-    first, second = (
-        run(model, plan(model, 3), work, workload=workload, compute=FP16)
-        for work in (one_by_one, streamed)
-    )
+    ways = ((work, {"compute": FP16}) for work in (one_by_one, streamed))
+    first, second = run_each(model, plan(model, 3), *ways, workload=workload)
     assert first == second
     assert first[0][1].scale < 2.0**16
 

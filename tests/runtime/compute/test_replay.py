@@ -14,7 +14,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall
 from tests.runtime.small import batch, built, plan
 from tests.runtime.threads import step
-from tests.runtime.training import run
+from tests.runtime.training import run_each
 
 REPLAYED = ComputeOptions(compile="cudagraphs")
 
@@ -68,8 +68,8 @@ def test_training_is_that_of_launched_passes() -> None:
         losses = list(pipeline.steps(data))
         return losses, pipeline.evaluate(data[:2])["loss"]
 
-    replayed = run(model, chosen, work, compute=REPLAYED)
-    assert replayed == run(model, chosen, work)
+    replayed, launched = run_each(model, chosen, (work, {"compute": REPLAYED}), (work, {}))
+    assert replayed == launched
 
 
 def test_a_slot_is_used_again_after_its_backward() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,20 +98,15 @@ def test_every_rank_is_refused_before_it_starts() -> None:
     chosen = predicted(plan(model, 2), 0.5, 10**6)
 
     def rank() -> tuple[str, float]:
+        options: dict[str, Any] = {"captured": model.captured, "timeout": 20.0}
         with pytest.raises(InfeasiblePlanError) as caught:
-            Pipeline(model.workload, chosen, captured=model.captured, timeout=20.0)
-        return str(caught.value), 0.0
+            Pipeline(model.workload, chosen, **options)
+        pipe = Pipeline(model.workload, chosen, check_memory=False, **options)
+        return str(caught.value), pipe.step(batch(16))
 
-    texts = launch.run(rank, 2, timeout=60.0)
-    assert texts[0] == texts[1]
-    assert "GiB free; plan with a smaller micro-batch" in texts[0][0]
-    assert "check_memory=False" in texts[0][0]
-
-    def tried() -> float:
-        pipe = Pipeline(
-            model.workload, chosen, captured=model.captured, check_memory=False, timeout=20.0
-        )
-        return pipe.step(batch(16))
-
-    losses = launch.run(tried, 2, timeout=60.0)
-    assert losses[0] == losses[1] > 0
+    found = launch.run(rank, 2, timeout=60.0)
+    assert found[0] == found[1]
+    text, loss = found[0]
+    assert "GiB free; plan with a smaller micro-batch" in text
+    assert "check_memory=False" in text
+    assert loss > 0

@@ -14,7 +14,7 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.verification import even_plan
 from anabranch.workload import Workload
 from tests.runtime.small import batch, built, plan
-from tests.runtime.training import BATCHES, run, train
+from tests.runtime.training import BATCHES, equal, run, train, trained_each
 
 pytestmark = pytest.mark.dist
 
@@ -23,15 +23,14 @@ def test_the_check_before_the_first_step_changes_nothing() -> None:
     """With it and without it, training is the same: buffers, gradients and random numbers are put
     back.
     """
+
+    def work(pipeline: Pipeline) -> list[float]:
+        return [pipeline.step(each) for each in BATCHES[:2]]
+
     for name in ("Norm", "Tied"):
         model = built(name)
-        chosen = plan(model, 2)
-        runs = [
-            train(model, chosen, model.workload, BATCHES[:2], check_gradients=check, exact=True)
-            for check in (True, False)
-        ]
-        assert runs[0][0] == runs[1][0]
-        assert all(torch.equal(value, runs[1][1][n]) for n, value in runs[0][1].items())
+        ways = ((work, {"check_gradients": check, "exact": True}) for check in (True, False))
+        assert equal(*trained_each(model, plan(model, 2), None, *ways))
 
 
 def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:

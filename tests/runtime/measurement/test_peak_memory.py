@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from torch.nn import functional as F
 import anabranch
 from anabranch import launch
 from anabranch.cluster import Cluster
-from anabranch.graph.capture import capture
+from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import Precision
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import Profile
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.pipeline import Pipeline
@@ -95,6 +96,18 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+SAMPLES = {"x": torch.randn(4, 256, 32, generator=torch.Generator().manual_seed(0))}
+
+
+@cache
+def deep() -> tuple[Captured, Profile]:
+    """The model, and a profile that is estimated: stages of equal work, whatever the machine does
+    meanwhile.
+    """
+    captured = capture(Deep(), SAMPLES)
+    return captured, anabranch.estimate(captured, "v100", (2, 4))
+
+
 def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters)
 
@@ -103,11 +116,7 @@ def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2"])
 def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     """Two stages, Adam; the step trains as it would have."""
-    torch.manual_seed(0)
-    module, example = Deep(), {"x": torch.randn(4, 256, 32)}
-    captured = capture(module, example)
-    # Estimated: stages of equal work, whatever the machine does meanwhile.
-    profile = anabranch.estimate(captured, "v100", (2, 4))
+    captured, profile = deep()
     cluster = replace(Cluster.preset("local:2"), cores=0)
     plan = anabranch.plan(
         profile, cluster, 32, microbatch_size=4, schedule=schedule, max_replicas=1
@@ -116,7 +125,7 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     samples = {"x": torch.randn(32, 256, 32)}
 
     def rank() -> tuple[Any, float, float]:
-        workload = Workload(module, example, optimizer=adam)
+        workload = Workload(captured.module, SAMPLES, optimizer=adam)
         pipe = Pipeline(workload, plan, captured=captured, check_gradients=False, timeout=30.0)
         losses = [pipe.step(samples) for _ in range(2)]
         losses.append(pipe.step(samples, weigh=True))

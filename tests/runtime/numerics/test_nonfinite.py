@@ -193,28 +193,32 @@ def test_an_infinity_that_is_taken_away_again_does_no_harm(model: Built) -> None
 
 @pytest.mark.dist
 def test_without_a_barrier_no_stage_takes_a_bad_gradient(model: Built) -> None:
-    """The loss is finite, the gradient of one parameter is not: that rank leaves its update out,
-    and all ranks hear of it one step later. Others have made theirs: there is no going on, and
-    nothing to save.
+    """Of a loss that is not finite, and of one parameter alone: ranks that have it leave their
+    update out, and all ranks hear of it one step later. Others have made theirs: there is no going
+    on, and nothing to save.
     """
 
-    def work(pipe: Pipeline) -> tuple[str, bool]:
-        batches = [fragile(16, kind) for kind in (0, 0, 4, 0)]
+    def work(kind: int, pipe: Pipeline) -> tuple[str, int, int]:
+        losses: list[float] = []
         with pytest.raises(NonFiniteError) as caught:
-            list(pipe.steps(batches))
-        finite = all(bool(p.isfinite().all()) for p in pipe._state.parameters.values())
+            losses.extend(pipe.steps(fragile(16, k) for k in (0, 0, kind, 0, 0)))
+        assert all(bool(p.isfinite().all()) for p in pipe._state.parameters.values())
         with pytest.raises(TrainingError, match="belong to no step; resume from a checkpoint"):
             pipe.step(fragile(16, 0))
         with pytest.raises(TrainingError, match="belong to no step"):
             pipe.save("never written")
-        return str(caught.value), finite
+        return str(caught.value), len(losses), pipe.step_number
 
-    results = errors(model, work)
-    assert len({text for text, _ in results}) == 1
-    text = results[0][0]
-    assert "parameter root is not finite in step 2: stage" in text
-    assert "over all its micro-batches; other stages may have been updated" in text
-    assert all(finite for _, finite in results)
+    chosen = replace(plan(model, 3), granularity=model.captured.granularity)
+    loss, parameter = run_each(model, chosen, *((partial(work, kind), {}) for kind in (1, 4)))
+    for results in (loss, parameter):
+        assert len(set(results)) == 1
+        assert results[0][1:] == (2, 4)
+        assert "; other stages may have been updated" in results[0][0]
+    assert "is not finite in step 2: stage" in loss[0][0]
+    assert "micro-batch 2 is the first" in loss[0][0]
+    assert "parameter root is not finite in step 2: stage" in parameter[0][0]
+    assert "over all its micro-batches" in parameter[0][0]
 
 
 @pytest.mark.dist

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.digraph import topological_order
-from anabranch.plans.edges import successors, value_edges
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.edges import value_edges
+from anabranch.plans.stages import Stage, StageGraph, successors
 
 Ints = NDArray[np.int32]
 

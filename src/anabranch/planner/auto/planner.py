@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
 from anabranch.graph.series_parallel import decompose, operators
@@ -31,7 +33,9 @@ from anabranch.plans.contraction import in_a_row
 from anabranch.plans.stages import StageGraph
 
 STARTS = ("data-parallel", "even", "sequential", "graphpipe")
-"""Planners whose proposals come first, as they take less time; on few devices DAPPLE's, too."""
+"""Planners whose proposals come first, as they take less time; on few devices DAPPLE's, too. For
+models that are nearly a row GraphPipe's are left out, which are much the same as sequential ones.
+"""
 
 COARSER = "a coarser model"
 """Source of starts, beside planners."""
@@ -179,6 +183,8 @@ class Auto:
             sources = quick | {COARSER: self._expanded(coarse, problem)} | sources
         any_found, last = False, [name for name in sources if name in STARTS][-1]
         for name, graphs in sources.items():
+            if name == "graphpipe" and any_found and _is_nearly_a_row(problem.cost):
+                continue
             try:
                 for graph in graphs:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
@@ -210,3 +216,12 @@ class Auto:
         yield from replace(planner, **options)(
             cost, batch_size=problem.batch_size, microbatch_size=problem.microbatch_size
         )
+
+
+def _is_nearly_a_row(cost: CostModel) -> bool:
+    """Return True if little of the work lies beside the longest path through the model."""
+    seconds = np.add(*cost.op_seconds(cost.profile.samples[-1]))
+    ends = seconds.copy()
+    for a, b in sorted(cost.graph.edges):
+        ends[b] = max(ends[b], ends[a] + seconds[b])
+    return bool(ends.max() >= SETTINGS.row * seconds.sum())

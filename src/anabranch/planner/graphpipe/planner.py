@@ -1,4 +1,14 @@
-"""GraphPipe's sweep over micro-batch sizes, and the stage graphs of its stages."""
+"""GraphPipe's sweep over micro-batch sizes, and the stage graphs of its stages.
+
+Planner ``sequential``, the pipeline of systems without stage graphs, is the same search with the
+model in one order, branch after branch, and stages that are contiguous runs of it::
+
+    a1 a2 | a3 b1 | b2 b3 | join         stage 0 -> 1 -> 2 -> 3
+
+There is a stage edge i -> i + 1 for every i: where no value flows its messages have no bytes, so
+that warm-up counts and memory are those of a sequential pipeline. Values go straight to the stages
+that read them; PipeDream and Piper relay them through the stages in between, which costs more.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +52,20 @@ class GraphPipe:
         recompute: where nothing fits otherwise, stages may run their forward again in the backward.
         per_stage: search a micro-batch size and kFkB for every stage instead; for few operators
             and devices.
+        chained: stages in one row: planner ``sequential``.
     """
 
     max_replicas: int | None = None
     tolerance: float = 5e-3
     recompute: bool = True
     per_stage: bool = False
+    chained: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b",)
 
     def __post_init__(self) -> None:
-        require_options("graphpipe", self, max_replicas=1, tolerance=1e-6)
+        name = "sequential" if self.chained else "graphpipe"
+        require_options(name, self, max_replicas=1, tolerance=1e-6)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
@@ -64,13 +77,22 @@ class GraphPipe:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
         problem = Problem(
-            cost, batch_size, microbatch_size, self.max_replicas, recompute=self.recompute
+            *(cost, batch_size, microbatch_size, self.max_replicas),
+            chained=self.chained,
+            recompute=self.recompute,
         ).checked()
-        return propose(problem, self.tolerance, per_stage=self.per_stage)
+        # Planned more than once: as a start of ``auto`` and as a baseline.
+        known = cost.memo.setdefault(GraphPipe, {})
+        asked = self, batch_size, microbatch_size
+        plans: list[StageGraph] = []
+        for graph in known.get(asked) or _propose(problem, self.tolerance, self.per_stage):
+            plans.append(graph)
+            yield graph
+        known[asked] = plans
 
 
-def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> Iterator[StageGraph]:
-    """Generate stage graphs of the partitioner's stages; arguments as for the planners."""
+def _propose(problem: Problem, tolerance: float, per_stage: bool) -> Iterator[StageGraph]:
+    """Generate stage graphs of the partitioner's stages; arguments as for the planner."""
     together = configurations(problem.sizes, problem.batch_size)
     sets = [together] if per_stage else [(Configuration(size),) for size in problem.sizes]
     budget = Budget(

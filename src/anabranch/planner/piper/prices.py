@@ -63,26 +63,20 @@ class DownsetPrices:
     @cached_property
     def floor_s(self) -> float:
         """No plan has a lesser load: all work, each operator run as is cheapest, shared evenly."""
-        work = [self._least_s[mode] * mode.replicas for mode in self._plain]
+        work = [seconds * replicas for replicas, seconds in self._least_s.items()]
         return float(np.min(work, axis=0).sum()) / self.prices.cost.cluster.num_devices
 
-    @property
-    def _plain(self) -> list[Mode]:
-        return [mode for mode in self.modes if not mode.recompute]
-
     @cached_property
-    def _least_s(self) -> dict[Mode, Floats]:
-        """Per operator what it adds to the load of its stage at least, latency apart."""
-        result, cost, count = {}, self.prices.cost, self.prices.num_microbatches
-        for mode in self._plain:
-            n = self.prices.samples(mode.replicas)
-            forward, backward = cost.op_seconds(n)
-            ring = self.prices.ring(mode.replicas)[0]
-            summed = cost.own_parameter_bytes.summed
-            result[mode] = forward + backward + summed * ring / count
-        return result
+    def _least_s(self) -> dict[int, Floats]:
+        """By replicas, what each operator adds to the load of its stage at least, latency apart."""
+        prices, summed = self.prices, self.prices.cost.own_parameter_bytes.summed
+        return {
+            replicas: np.add(*prices.cost.op_seconds(prices.samples(replicas)))
+            + summed * prices.ring(replicas)[0] / prices.num_microbatches
+            for replicas in prices.degrees
+        }
 
-    def _least_bytes(self, mode: Mode) -> Floats:
+    def _least_bytes(self, replicas: int) -> Floats:
         """Per downset; the difference of two is at most what the stage between them needs."""
         border = Border(*(Traffic(0.0, 0.0),) * 4)
         downsets = self.downsets
@@ -92,7 +86,7 @@ class DownsetPrices:
             border,
             kept_fixed=downsets.kept_fixed_bytes,
         )
-        memory = self.prices.cost.memory(weights, self.prices.microbatch_size, mode.replicas)
+        memory = self.prices.cost.memory(weights, self.prices.microbatch_size, replicas)
         return np.asarray(memory.peak(1))
 
     def possible(
@@ -101,8 +95,8 @@ class DownsetPrices:
         """Indices of the pairs whose stage may be within a bound, however it runs."""
         floor = self.downsets.sums(np.min(list(self._least_s.values()), axis=0))
         crossing = min(
-            self.prices.cost.border_price(mode.replicas) * self.prices.samples(mode.replicas)
-            for mode in self._plain
+            self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
+            for replicas in self.prices.degrees
         )
         places = []
         for start in range(0, len(pairs), _AT_ONCE):
@@ -118,20 +112,20 @@ class DownsetPrices:
             traffic: bytes per sample that cross the border of each stage, rounded downwards.
         """
         result = np.full(len(pairs), NEVER, dtype=np.int32)
-        for mode in sorted(self._plain, key=lambda mode: -mode.replicas):
+        for replicas in reversed(self.prices.degrees):
             for start in range(0, len(pairs), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
-                enough = self._within(mode, pairs[some], traffic[some], bound_s)
-                result[some][enough] = mode.replicas
+                enough = self._within(replicas, pairs[some], traffic[some], bound_s)
+                result[some][enough] = replicas
         return result
 
     def _within(
-        self, mode: Mode, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
+        self, replicas: int, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
     ) -> NDArray[np.bool_]:
         """Mask of the stages that may be within a bound on the load and in memory."""
-        n, nbytes = self.prices.samples(mode.replicas), self._least_bytes(mode)
-        crossing = self.prices.cost.border_price(mode.replicas) * n
-        least = pairs.difference(self.downsets.sums(self._least_s[mode])) + traffic * crossing
+        nbytes = self._least_bytes(replicas)
+        crossing = self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
+        least = pairs.difference(self.downsets.sums(self._least_s[replicas])) + traffic * crossing
         enough = least <= bound_s * ROUNDING
         memory = self.prices.memory_bytes * ROUNDING
         if nbytes[-1] > memory:

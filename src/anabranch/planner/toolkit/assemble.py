@@ -22,8 +22,8 @@ from anabranch.graph.digraph import topological_order
 from anabranch.graph.opgraph import bits
 from anabranch.planner.toolkit.place import placements
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
-from anabranch.plans.edges import mask_edges, successors
-from anabranch.plans.stages import Stage, StageGraph, heights
+from anabranch.plans.edges import mask_edges
+from anabranch.plans.stages import Stage, StageGraph, heights, successors
 
 SUM_WEIGHT = 1e-6
 """Weight of the sum of all periods beside the longest, so that it decides between equals."""

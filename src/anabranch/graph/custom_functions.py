@@ -1,0 +1,74 @@
+"""Classes of ``torch.autograd.Function`` as operators, so that a trace keeps their backward.
+
+A trace sees what a forward calls, so the backward would be that of the forward's operations. As an
+operator of a library the class is one call, which runs its forward and backward as they are::
+
+    y = Rounded.apply(x, 8)        ->        y = torch.ops.autograd_function.Rounded(x, 8)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+_LIBRARY: Any = torch.library.Library("autograd_function", "DEF")  # type: ignore[no-untyped-call]
+_TYPES: dict[str, Any] = {"Tensor": torch.Tensor, "SymInt": int | torch.SymInt, "float": float}
+_FIXED = (bool, str, type(None), torch.dtype, torch.device)
+"""Types of arguments of which each value has an operator of its own."""
+
+_names: Counter[str] = Counter()
+_operators: dict[Any, Callable[..., Any]] = {}
+
+
+def _is_fixed(value: Any) -> bool:
+    are_numbers = isinstance(value, tuple) and all(isinstance(v, int | float) for v in value)
+    return are_numbers or isinstance(value, _FIXED)
+
+
+def operator_of(
+    function: Any, arguments: tuple[Any, ...], run: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """Return what calls a class of functions as an operator; None if it cannot be one: it takes or
+    returns something else than tensors and numbers, writes to what it takes, or needs its values.
+
+    Args:
+        run: calls the class itself.
+    """
+    fixed = {i: value for i, value in enumerate(arguments) if _is_fixed(value)}
+    passed = [value for i, value in enumerate(arguments) if i not in fixed]
+    types = [next((t for t, kind in _TYPES.items() if isinstance(v, kind)), "") for v in passed]
+    key = function, *types, *fixed.items()
+    if key in _operators or "" in types:
+        return _operators.get(key)
+    tensors = [value for value in passed if isinstance(value, torch.Tensor)]
+    before = [tensor._version for tensor in tensors]
+    try:
+        with disable_proxy_modes_tracing():
+            results = run(*arguments)
+    except Exception:  # of kernels that read memory, say, which tensors of a trace have none of
+        return None
+    outputs = results if isinstance(results, tuple) else (results,)
+    is_own = [isinstance(r, torch.Tensor) and all(r is not t for t in tensors) for r in outputs]
+    if not all(is_own) or before != [tensor._version for tensor in tensors]:
+        return None
+    places = [i for i in range(len(arguments)) if i not in fixed]
+
+    def kernel(*values: Any) -> Any:
+        given = fixed | dict(zip(places, values, strict=True))
+        return run(*(given[i] for i in range(len(given))))
+
+    name = function.__name__
+    _names[name] += 1
+    name += f"_{_names[name]}" * (_names[name] > 1)
+    returns = ", ".join("Tensor" for _ in outputs)
+    schema = ", ".join(f"{kind} x{i}" for i, kind in zip(places, types, strict=True))
+    _LIBRARY.define(f"{name}({schema}) -> " + (f"({returns})" if results is outputs else returns))
+    for dispatch_key in ("Autograd", "CompositeExplicitAutograd"):
+        _LIBRARY.impl(name, kernel, dispatch_key)
+    operator = getattr(torch.ops.autograd_function, name).default
+    _operators[key] = lambda *values: operator(*(values[i] for i in places))
+    return _operators[key]
