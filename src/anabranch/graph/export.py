@@ -99,7 +99,8 @@ def export(
                 stack.enter_context(torch.enable_grad())  # as a capture, also in an evaluation
                 stack.enter_context(without_keeping(module))
                 if strict:  # the analysis hides custom gradients, which a plain call shows
-                    state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                    named = (*module.named_buffers(), *module.named_parameters())
+                    state = {name: t.clone() for name, t in named if not t.requires_grad}
                     call = torch.no_grad()(torch.func.functional_call)
                     with reads.recording(), _watched(set()), torch.random.fork_rng():
                         call(module, state, tuple(leaves))
