@@ -263,6 +263,10 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
         "as they are"
     )
+    pack = refuse(
+        "packs sequences (pack_padded_sequence), whose operations differ with their lengths: give "
+        "the layer the padded ones, and read its results where there is no padding (gather, a mask)"
+    )
     refuse_to_assign = refuse(
         "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
         "(register_buffer) and change that in place (copy_)"
@@ -273,6 +277,7 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         (functions, "_is_setup_context_defined", applies),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", hook),
+        (torch._VF, "_pack_padded_sequence", pack),
         (torch.autograd, "_engine_run_backward", differentiate),
         (vmap, "vmap_increment_nesting", transform),
         (eager_transforms, "grad_increment_nesting", transform),

@@ -36,9 +36,7 @@ def _writable(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Put buffers back that change inside, or are assigned anew, when no autograd graph is alive
-    any more.
-    """
+    """Put buffers back that change inside, or are others, when no autograd graph is alive."""
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     with unchanged(_writable(module.buffers())):
         yield

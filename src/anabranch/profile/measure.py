@@ -181,9 +181,7 @@ class _Bench:
         self.kept, self.working = nbytes.kept, nbytes.working
 
     def turn(self, repeats: int) -> None:
-        """One untimed step, then timed ones, then one without gradients of weights, all on the
-        module's own state: a queue that takes eight samples at a time may be full in between.
-        """
+        """Steps from the same state: untimed, timed, then one without gradients of weights."""
         with unchanged(self.state):
             self._steps(repeats)
 
