@@ -112,9 +112,14 @@ class Noisy(TwoBranch):
 
 @pytest.mark.dist
 def test_random_numbers_are_told_apart_from_errors() -> None:
-    """Noise differs, and the summary says why."""
+    """Noise is drawn by sample, and compared; as each stage draws it, it differs, and the summary
+    says why.
+    """
     workload = Workload(Noisy(), batch(4))
     result = verify(workload, 2, batch=batch(8), timeout=LIMIT_S)
+    assert result.bitwise
+    assert result.against == CAPTURED
+    result = verify(workload, 2, batch=batch(8), timeout=LIMIT_S, dropout="stage")
     assert result.is_random
     assert not result.bitwise
     assert "--dropout sample" in result.summary()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
@@ -47,6 +49,12 @@ def test_batch_values_have_bytes_per_sample() -> None:
     assert values["0"].batched
 
 
+@dataclass
+class Pair:
+    left: Tensor
+    right: Tensor
+
+
 @pytest.mark.parametrize(
     ("example", "complaint"),
     [
@@ -55,8 +63,9 @@ def test_batch_values_have_bytes_per_sample() -> None:
         ((torch.ones(7), torch.ones(4)), r"0 has another number of entries .*EmbeddingBag"),
         ((torch.ones(0, 2),), "no samples"),
         ((1, None), "holds no tensor"),
+        (Pair(torch.ones(4), torch.ones(4)), r"register_dataclass\(Pair\)"),
     ],
-    ids=["other size", "scalar", "ragged", "empty", "no tensor"],
+    ids=["other size", "scalar", "ragged", "empty", "no tensor", "a class torch does not know"],
 )
 def test_refuses_batches_without_common_samples(example: Any, complaint: str) -> None:
     """The message lists the shapes."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.errors import CaptureError
@@ -414,9 +415,14 @@ def penalised(net: Net, h: torch.Tensor) -> torch.Tensor:
     return h * slope.norm()
 
 
+def packed(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return pack_padded_sequence(h[:, None], torch.ones(len(h)), batch_first=True).data
+
+
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
+        (packed, "packs sequences"),
         (mapped, "torch.vmap or torch.func.*einsum"),
         (mapped_gradient, "torch.vmap or torch.func"),
         (penalised, "asks for a gradient inside the forward, as a gradient penalty does"),

@@ -130,6 +130,39 @@ def test_model_is_left_as_it_was(name: str) -> None:
     assert model.training
 
 
+class Expert(nn.Module):
+    """A queue of eight places, a frozen mean of a weight, and an expert of some samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("queue", torch.zeros(8, 4))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        self.mean = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.lerp_(self.first.weight, 0.5)
+            place = int(self.place)
+            self.queue[place : place + len(x)] = hidden
+            self.place[0] = (place + len(x)) % 8
+        (rows,) = torch.where(x[:, 0] > 0)
+        chosen = torch.zeros_like(hidden).index_add(0, rows, self.expert(hidden[rows]))
+        return (chosen @ (self.mean + self.queue.mean())).square().mean()
+
+
+def test_state_is_that_of_the_model_at_every_count_and_afterwards() -> None:
+    """After some steps of one sample, four would not fit into the queue. Of an expert's tokens no
+    bytes are known.
+    """
+    model = Expert()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    profile = measure(capture(model, torch.randn(2, 4)), (1, 4), repeats=1)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(cost.waiting_bytes >= 0 for cost in profile.costs)
+
+
 def test_model_is_left_as_it_was_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same if it breaks in the middle, here after the first turn."""
     model, batch = convolutions()

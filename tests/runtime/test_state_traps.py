@@ -94,6 +94,7 @@ def piped(
     replicas: Sequence[int] | None = None,
     example: Mapping[str, Any] | None = None,
     microbatch_size: int = SIZE // 2,
+    recompute: bool = False,
 ) -> Outcome:
     """The same by a pipeline; two stages and two micro-batches by default."""
     workload = Workload(module, example or data[0], optimizer=optimizer)
@@ -115,7 +116,12 @@ def piped(
     try:
         built = Built(capture(module, workload.example), workload)
         chosen = plan(
-            built, num_stages, batch_size=SIZE, microbatch_size=microbatch_size, replicas=replicas
+            built,
+            num_stages,
+            batch_size=SIZE,
+            microbatch_size=microbatch_size,
+            replicas=replicas,
+            recompute=recompute,
         )
     except AnabranchError as error:
         return Outcome(refusal=str(error))
@@ -388,6 +394,95 @@ class Teacher(Net):
                 mean.mul_(0.9).add_(weight, alpha=0.1)
         distance = (self.teacher(x) - self.body(x)).square().mean()
         return self.entries(x, y).mean() + 100 * distance
+
+
+class Other(Teacher):
+    """A teacher that begins far from the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.weight.neg_()
+
+
+class Queue(Net):
+    """Keys of batches before, as in MoCo: each batch takes the place of the oldest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(8, 2 * SIZE))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        keys = self.body(x)
+        similar = keys @ self.queue.clone()
+        with torch.no_grad():
+            place = int(self.place)
+            self.queue[:, place : place + len(x)] = keys.T
+            self.place[0] = (place + len(x)) % self.queue.shape[1]
+        return self.entries(x, y).mean() + similar.logsumexp(1).mean()
+
+
+class Standardised(Net):
+    """Inputs by running means that the forward keeps itself, over whole batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.entries(x - self.mean, y).mean()
+
+
+class Balanced(Net):
+    """A loss by its running mean, which is assigned anew after it was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.entries(x, y).mean()
+        balanced = loss / self.running
+        self.running = 0.9 * self.running + 0.1 * loss.detach()
+        return balanced
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [
+        (Balanced, False),
+        (Other, False),
+        (Other, True),
+        (Queue, False),
+        (Queue, True),
+        (Standardised, False),
+    ],
+)
+def test_state_that_one_micro_batch_changes_is_that_of_the_loop(
+    kind: type[nn.Module], recompute: bool
+) -> None:
+    """Neither the check before the first step nor a forward that is repeated changes it again, and
+    a repeated forward reads what the first one read; so does a backward.
+    """
+    expected = plain_losses(kind(), batches())
+    for num_stages in (1, 2):
+        outcome = piped(
+            kind(), batches(), num_stages=num_stages, microbatch_size=SIZE, recompute=recompute
+        )
+        assert agree(outcome, expected), outcome
+
+
+def test_state_is_changed_between_a_forward_and_its_backward() -> None:
+    """Forwards of two micro-batches come before the first backward."""
+    assert len(piped(Balanced(), batches()).losses) == 3
+
+
+def test_state_that_follows_the_whole_batch_can_be_verified() -> None:
+    """One process runs the same micro-batches, by the means of the whole batch."""
+    result = verify(Workload(Standardised(), batches()[0]), 2, timeout=LIMIT_S)
+    assert result.is_good, result.why()
 
 
 class Spectral(Net):

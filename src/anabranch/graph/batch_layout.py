@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -42,8 +42,11 @@ class BatchLayout:
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         names = tuple(leaf_name(paths[i][0]) for i in positions)
         if not positions:
+            kinds = sorted({type(leaf).__name__ for leaf in leaves if is_dataclass(leaf)})
+            advice = [f"; register_dataclass({kind}) of torch.export shows its" for kind in kinds]
             raise CaptureError(
                 "the example batch holds no tensor; its tensors say what a batch looks like"
+                + "".join(advice)
             )
         for name, i in zip(names, positions, strict=True):
             if leaves[i].layout is not torch.strided:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import fx
 
 from anabranch.graph.call_traits import base_name
@@ -18,10 +19,15 @@ from anabranch.graph.flat_program import (
     FlatProgram,
     PlaceholderSource,
     frame,
+    insert,
     is_bounding,
+    requires_grad,
     trains_norm,
+    written,
 )
 from anabranch.graph.operations import BATCH_NORMS
+
+_aten = torch.ops.aten
 
 
 def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str, ...]:
@@ -43,6 +49,19 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
 def seen_writes(program: FlatProgram) -> frozenset[str] | None:
     """Names of all state that a program changes; None with regions, whose writes are unknown."""
     return None if program.regions else frozenset(source.name for _, source in _writes(program))
+
+
+def copy_changed_state(program: FlatProgram) -> None:
+    """Let calls that gradients go back through read copies of state that the forward changes, in
+    place: autograd keeps what they read, and this forward or the next changes it.
+    """
+    writes = [call for call, _ in _writes(program) if not is_bounding(call)]
+    changed = {target.meta.get("storage", 0) for call in writes for target in written(call)}
+    for call in program.calls:
+        sources = call.all_input_nodes if requires_grad(call) and not written(call) else []
+        for source in sources:
+            if source.meta.get("storage") in changed:
+                call.replace_input_with(source, insert(call, _aten.clone.default, source))
 
 
 def changed_by_samples(program: FlatProgram) -> tuple[str, ...]:

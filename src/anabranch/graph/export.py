@@ -101,7 +101,8 @@ def export(
                 stack.enter_context(torch.enable_grad())  # as a capture, also in an evaluation
                 stack.enter_context(without_keeping(module))
                 if strict:  # the analysis hides custom gradients, which a plain call shows
-                    state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                    named = (*module.named_buffers(), *module.named_parameters())
+                    state = {name: t.clone() for name, t in named if not t.requires_grad}
                     call = torch.no_grad()(torch.func.functional_call)
                     watched = _watched(set(), are_traced=False)
                     with reads.recording(), watched, torch.random.fork_rng():
@@ -264,6 +265,10 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
         "as they are"
     )
+    pack = refuse(
+        "packs sequences (pack_padded_sequence), whose operations differ with their lengths: give "
+        "the layer the padded ones, and read its results where there is no padding (gather, a mask)"
+    )
     refuse_to_assign = refuse(
         "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
         "(register_buffer) and change that in place (copy_)"
@@ -273,6 +278,7 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         (function, "apply", classmethod(apply)),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", hook),
+        (torch._VF, "_pack_padded_sequence", pack),
         (torch.autograd, "_engine_run_backward", differentiate),
         (vmap, "vmap_increment_nesting", transform),
         (eager_transforms, "grad_increment_nesting", transform),

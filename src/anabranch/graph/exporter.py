@@ -21,6 +21,7 @@ from torch.export.graph_signature import TensorArgument
 from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
+from anabranch.graph.changed_state import copy_changed_state
 from anabranch.graph.counted_means import counted_means
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
@@ -212,6 +213,7 @@ class Exporter:
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
                 )
+        copy_changed_state(program)
         program = counted_means(program)
         self.rewrites, refusals = rewrite(program, self.rewrites)
         self.refusals = self.refusals or refusals

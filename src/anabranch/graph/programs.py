@@ -244,13 +244,15 @@ class Programs:
         place: torch.device | None = None,
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs or other values of a program for a batch, on the module's own state."""
+        """Outputs or other values of a program for a batch, from the module's own state."""
+        written = {source.name for _, source in program.writes_to(PARAMETER)}
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
                 value = tensors[source.name]
             elif source.kind == PARAMETER:
                 value = view_named(source.name, self.module.get_parameter(whole_name(source.name)))
+                value = value.clone() if source.name in written else value
             elif source.kind == BUFFER:
                 value = self.module.get_buffer(source.name).clone()  # it may count calls
             else:
@@ -262,9 +264,12 @@ class Programs:
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
     ) -> bool:
-        """True if the statistics that the loss reads are in proportion to the samples of slices."""
+        """True if the statistics that the loss reads, or state that the forward changes, are in
+        proportion to the samples of slices.
+        """
         program = self.example
-        above = upstream(program.outputs[:1])
+        writes = (call for kind in (BUFFER, PARAMETER) for call, _ in program.writes_to(kind))
+        above = upstream([*program.outputs[:1], *writes])
         read = {program.sources[node].name for node in above if node in program.sources}
         if not (names := self.statistics & read):
             return True

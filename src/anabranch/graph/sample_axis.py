@@ -268,5 +268,5 @@ def pairs_others(node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int
         if axis.dim >= 0 and not axis.trouble and value is not None:
             if picks and axis.dim in dims_along(node, value.dim()):
                 continue
-            folds.setdefault(value.shape[axis.dim], set()).add(axis.inner)
+            folds.setdefault(_sizes(value)[axis.dim], set()).add(axis.inner)
     return any(len(inner) > 1 for size, inner in folds.items() if size > samples)

@@ -40,6 +40,7 @@ from anabranch.graph.call_traits import (
 )
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
+    BUFFER,
     CONSTANT,
     PARAMETER,
     FlatProgram,
@@ -89,6 +90,8 @@ class _Follower:
         self.assumed: list[str] = []
         self.rearranged: set[fx.Node] = set()
         self.before_loss = set(upstream(program.outputs[:1]))
+        # What the forward changes is another number in every micro-batch.
+        self.changing = {source.name for _, source in program.writes_to(BUFFER)}
 
     def result(self) -> SampleFlow:
         for node in self.program.graph.nodes:
@@ -96,7 +99,8 @@ class _Follower:
                 source = self.program.sources[node]
                 is_leaf = source.kind == BATCH_LEAF
                 kind: Any = "samples" if is_leaf else "constant"
-                self.flows[node] = Flow(kind, source.kind != PARAMETER)
+                known = source.kind != PARAMETER and source.name not in self.changing
+                self.flows[node] = Flow(kind, known)
                 if source.kind == CONSTANT and not self.is_same(node):
                     self.flows[node] = Flow("statistic")
             elif node.op == "get_attr":

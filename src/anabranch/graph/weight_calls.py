@@ -15,9 +15,12 @@ from anabranch.graph.split import StageProgram
 
 
 def waiting_bytes(program: StageProgram) -> int:
-    """Bytes of the gradients that are held until those of the weights are computed."""
+    """Bytes of the gradients that are held until those of the weights are computed, without those
+    of a size that depends on the data, as of the tokens of an expert.
+    """
     calls = calls_with_weights(program.module, program.ways_back)
-    return sum(node.meta["val"].nbytes for node in calls)
+    values = [node.meta["val"] for node in calls]
+    return sum(v.nbytes for v in values if all(isinstance(size, int) for size in v.shape))
 
 
 def calls_with_weights(

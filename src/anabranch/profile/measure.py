@@ -37,6 +37,7 @@ from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import copied, with_attributes
+from anabranch.graph.reverted import changing_state, unchanged
 from anabranch.graph.weight_calls import waiting_bytes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
@@ -67,7 +68,7 @@ def measure(
 ) -> Profile:
     """Measure the operators of a captured model.
 
-    The user's model is left as it was: buffers, gradients and the random state come back.
+    The user's model is left as it was: state, gradients and the random state come back.
 
     Args:
         captured: the model; its example batch is repeated or cut to each sample count.
@@ -152,6 +153,7 @@ class _Bench:
         self.programs = operator_programs(captured, samples)
         self.batch = example_batch(captured, samples, self.device)
         self.modules = [copies.of(program.module) for program in self.programs]
+        self.state = [copies.twins.get(tensor, tensor) for tensor in changing_state(captured)]
         self.clock = (
             EventOperatorClock(self.device)
             if accelerator.has_streams(self.device)
@@ -176,12 +178,16 @@ class _Bench:
         gradients = [t.grad for t in tensors if t.grad is not None and not t.grad.is_sparse]
         at_hand = [*tensors, *gradients, *self.batch.values()]
         nbytes = BytesObserver(len(self.programs), at_hand)
-        with TensorWatch(nbytes.see):
+        with TensorWatch(nbytes.see), unchanged(self.state):
             run_operators(self.programs, self.batch, self._call, nbytes)
         self.kept, self.working = nbytes.kept, nbytes.working
 
     def turn(self, repeats: int) -> None:
-        """One untimed step, then timed ones, then one without gradients of weights."""
+        """Steps from the same state: untimed, timed, then one without gradients of weights."""
+        with unchanged(self.state):
+            self._steps(repeats)
+
+    def _steps(self, repeats: int) -> None:
         for repeat in range(-1, repeats):
             forward, backward = self._timed_step()
             if repeat >= 0:
@@ -336,13 +342,13 @@ class _Copies:
         self.device = device
         state = model.state_dict(keep_vars=True).values()
         self._needed = any(tensor.device != device for tensor in state)
-        self._twins: dict[Tensor, Tensor] = {}
+        self.twins: dict[Tensor, Tensor] = {}
 
     def of(self, module: fx.GraphModule) -> fx.GraphModule:
         """The program on the device."""
         if not self._needed:
             return module
-        program = copied(module, self.device, self._twins)
+        program = copied(module, self.device, self.twins)
         for node in program.graph.nodes:
             # Tensors that the program constructs name their device: arange(..., device="cpu").
             node.args, node.kwargs = tree_map(
@@ -358,11 +364,10 @@ def _left_as_it_was(
     module: nn.Module, device: torch.device, threads: int | None = None
 ) -> Iterator[None]:
     """Inside, there is no garbage collection, so many threads compute, and parameters have no
-    gradients; buffers, gradients and the random state come back.
+    gradients; gradients and the random state come back.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     ungraded = with_attributes((parameter, "grad", None) for parameter in module.parameters())
     gpus = [device] if accelerator.is_on_accelerator(device) else []
     collecting = gc.isenabled()
@@ -374,6 +379,3 @@ def _left_as_it_was(
         torch.set_num_threads(threads_before)
         if collecting:
             gc.enable()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.loss_kinds import told
+from anabranch.graph.reverted import unchanged_state, without_gradients
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.compute.outcome import Key
-from anabranch.runtime.compute.reverted import unchanged_state, without_gradients
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.same_batch import require_same_batch
 from anabranch.runtime.guards.self_check import compare_with_eager

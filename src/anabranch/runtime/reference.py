@@ -22,8 +22,8 @@ from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.returned_loss import scalars
+from anabranch.graph.reverted import unchanged_buffers, without_gradients
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.compute.reverted import unchanged_buffers, without_gradients
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.dropout import without_dropout
 from anabranch.runtime.placement import start_of

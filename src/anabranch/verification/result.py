@@ -73,8 +73,8 @@ class VerifyResult:
         """Explain a comparison that is not good."""
         if self.is_random:
             return (
-                "nothing is verified: the model draws random numbers; try --dropout sample for "
-                "those of dropout, and draw others (mixup, noise) where batches are made"
+                "nothing is verified: the model draws random numbers; try --dropout sample, or "
+                "draw them (mixup, noise) where batches are made"
             )
         if self.max_gradient_error < self.tolerance:
             return (

@@ -88,7 +88,8 @@ def verify(
         timeout: seconds for each of the two runs.
         device: where both run; see ``Pipeline``.
         dropout: see ``ComputeOptions``; ``sample`` compares a model that draws random numbers with
-            the captured model on one device, which draws the same ones.
+            the captured model on one device, which draws the same ones. So does ``off`` where it
+            draws others besides dropout, as diffusion models and autoencoders draw noise.
 
     Raises:
         CaptureError, InvalidPlanError: if a side cannot run.
@@ -135,6 +136,8 @@ def verify(
     module = workload.module
     is_random = any(draws_random(program.module, dropout) for program in programs)
     writes = seen_writes(captured.programs.example)
+    if is_random and dropout == "off":  # the module and its capture would draw other numbers
+        dropout = "sample"
     by_sample = is_random and dropout == "sample"
     options = ComputeOptions("fp32", dropout=dropout)  # in half precision all differ
     seed = torch.initial_seed()
@@ -234,7 +237,8 @@ def _against(
     tensors = captured.layout.flatten(batch)
     if captured.graph.loss_kind != "coupled" and captured.programs.is_even(tensors, slices):
         return SLICES
-    return SAME_STAGES if captured.graph.normalised else WHOLE
+    changes = captured.graph.normalised or captured.graph.stateful
+    return SAME_STAGES if changes else WHOLE
 
 
 def _fetched(result: Reference) -> Reference:

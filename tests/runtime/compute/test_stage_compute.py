@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.graph.reverted import seeded
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.compute.reverted import seeded
 from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import batch, built, plan
 from tests.runtime.threads import CPU, gradients, run

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.device import accelerator
-from anabranch.runtime.compute.reverted import unchanged
+from anabranch.graph.reverted import unchanged
 
 Outputs = tuple[Tensor, ...]
 

@@ -10,7 +10,7 @@ messages. Those of parameters accumulate in ``.grad`` over the micro-batches, in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from anabranch.graph.reverted import put, seeded, unchanged, unchanged_buffers, written_state
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.outcome import Key, Outcome
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
 from anabranch.runtime.compute.replay import ReplayedCall
-from anabranch.runtime.compute.reverted import seeded, unchanged_buffers
 from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.numerics.offload import Offload
@@ -54,7 +54,7 @@ class Compute(Protocol):
 class _BatchSlice:
     """One micro-batch of a stage on this device: ``weights`` are those of its loss and
     metrics in the batch's, ``recompute`` whether its backward begins with another forward,
-    ``returned`` uses with a gradient.
+    ``returned`` uses with a gradient, ``written`` state that the forward changes.
     """
 
     runnable: StageCall
@@ -63,17 +63,21 @@ class _BatchSlice:
     weights: Mapping[str, float]
     recompute: bool
     returned: tuple[Port, ...]
+    written: list[Tensor]
 
 
 @dataclass
 class _ActivationStash:
-    """One micro-batch between its forward and its backward."""
+    """One micro-batch between its forward and its backward; ``state`` is that before a forward
+    that is to be computed again.
+    """
 
     leaves: list[tuple[Port, Tensor]]
     aliases: list[Tensor]
     outputs: list[tuple[Port, GradientEdge]]
     loss: Tensor | None
     calls: list[CallWithWeights]
+    state: Sequence[Tensor] = ()
 
 
 class StageCompute:
@@ -123,6 +127,8 @@ class StageCompute:
         options = self._prepared.options
         graphless = piece.recompute and (options.backend is None or options.is_replayed)
         leaves = [leaf for _, leaf in inputs]
+        again = piece.recompute and self._train
+        state = [tensor.detach().clone() for tensor in piece.written] if again else []
         with torch.set_grad_enabled(self._train and not graphless), self._saving(piece, leaves):
             results = self._call(piece, key, leaves, aliases)
         outputs, loss = _outputs_and_loss(program, results)
@@ -134,7 +140,7 @@ class StageCompute:
         if self._train:
             kept = [] if piece.recompute else _ends(outputs)
             self._stash[key] = _ActivationStash(
-                inputs, aliases, kept, None if piece.recompute else loss, _noted(piece)
+                inputs, aliases, kept, None if piece.recompute else loss, _noted(piece), state
             )
         made = {port.value: out.detach() for port, out in outputs}
         if self._train:
@@ -157,6 +163,7 @@ class StageCompute:
                 self._prepared.captured.weights(stop - start, self._graph.batch_size),
                 self._graph.stages[key[0]].recompute,
                 gradient_ports(runnable.program.inputs),
+                written_state(self._prepared.captured, runnable.program.module),
             )
         return self._pieces[key]
 
@@ -207,7 +214,8 @@ class StageCompute:
         with self._prepared.compiling(key[0]):
             if piece.recompute:
                 module = piece.runnable.program.module
-                with unchanged_buffers(module):
+                with unchanged_buffers(module), unchanged(piece.written):
+                    put(piece.written, stash.state)
                     again = self._recompute(piece, key, stash)
                     returned = self._differentiate(piece, key, again, gradients)
                     if next(module.buffers(), None) is not None:

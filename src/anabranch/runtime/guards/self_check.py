@@ -24,8 +24,8 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.module_state import on_one_device
+from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import in_slices, view_named, whole_name
-from anabranch.runtime.compute.reverted import frozen_state, unchanged, unchanged_state
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
@@ -127,10 +127,13 @@ def compare_with_eager(
         expected = torch.zeros_like(digests)
         if mesh.rank == 0:
             some = take(batch, 0, size)
-            with on_one_device(module, home), NoDropout(), unchanged(frozen_state(captured)):
-                result = reference(module, some, slices, captured.weights)
+            with on_one_device(module, home), NoDropout():
+                with unchanged_state(captured):
+                    result = reference(module, some, slices, captured.weights)
                 if is_first:
-                    for note in require_repeatable(module, some, result.loss, writes):
+                    with unchanged_state(captured):
+                        notes = require_repeatable(module, some, result.loss, writes)
+                    for note in notes:
                         warnings.warn(note, stacklevel=8)
             gradients = in_slices(result.gradients, names, view_named)
             for i, name in enumerate(names):

@@ -1,0 +1,97 @@
+"""State that a computation inside a block changes and that is as before afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from anabranch.device import accelerator
+from anabranch.graph.capture import Captured
+from anabranch.graph.flat_program import BUFFER, PARAMETER
+
+
+def written_state(captured: Captured, module: nn.Module) -> list[Tensor]:
+    """Tensors of a module, or of a part of it, that the forward is seen to change."""
+    program = captured.programs.example
+    names = {source.name for kind in (BUFFER, PARAMETER) for _, source in program.writes_to(kind)}
+    named = (*module.named_parameters(), *module.named_buffers())
+    return _writable(tensor for name, tensor in named if name in names)
+
+
+def changing_state(captured: Captured) -> list[Tensor]:
+    """Buffers, and parameters that the forward is seen to change."""
+    state = *_writable(captured.module.buffers()), *written_state(captured, captured.module)
+    return list(dict.fromkeys(state))
+
+
+def _writable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those in which no memory is that of several elements, which cannot be written to."""
+    shapes = ((t, zip(t.shape, t.stride(), strict=True)) for t in tensors)
+    return [t for t, sizes in shapes if not any(n > 1 and not s for n, s in sizes)]
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Put buffers back that change inside, or are others, when no autograd graph is alive."""
+    tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    with unchanged(_writable(module.buffers())):
+        yield
+    for table, before in tables:
+        table.update(before)
+
+
+@contextmanager
+def unchanged_state(captured: Captured) -> Iterator[None]:
+    """Put everything back that a forward changes inside."""
+    with unchanged_buffers(captured.module), unchanged(written_state(captured, captured.module)):
+        yield
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put tensors back that change inside, when no autograd graph is alive any more."""
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        put(tensors, before)
+
+
+def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors other values, behind the back of autograd."""
+    # All of them, without a look at the device: versions do not show every change (not that of
+    # running means), and must not change, because autograd may have saved the buffer.
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+@contextmanager
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters begin without gradients; afterwards they have those of before."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
+def seeded(seed: int, place: torch.device) -> Iterator[None]:
+    """Draw from a generator of its own; data loaders draw from the user's on every rank."""
+    generators = accelerator.generators(place)
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
