@@ -10,7 +10,9 @@ import pytest
 import anabranch
 from anabranch.errors import InvalidPlanError
 from anabranch.planner import PLANNERS
+from anabranch.planner.auto.along_branches import along_branches
 from anabranch.planner.auto.planner import STARTS, Auto
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner import shapes
@@ -56,6 +58,27 @@ def test_never_behind_its_starts(name):
     """Their proposals are among its own."""
     starts = list(PLANNERS[name]()(COST, batch_size=64))
     assert set(starts) <= set(Auto(evaluations=0)(COST, batch_size=64))
+
+
+def test_a_start_has_a_stage_for_each_branch_and_for_what_is_between():
+    """On all devices; there is none in a row, nor on fewer devices than stages."""
+    towers = shapes.towers("towers", 2, 1, layers=2, top=1)
+    problem = Problem(cost_model(towers, 8, memory=2**34), 64)
+    graph = along_branches(problem)
+    assert graph is not None
+    assert [stage.operators for stage in graph.stages] == [
+        ("dense0.0", "dense0.1"),
+        ("dense1.0", "dense1.1"),
+        ("sparse0",),
+        ("concat", "top0", "loss"),
+    ]
+    assert graph.edges == ((0, 3), (1, 3), (2, 3))
+    assert sum(stage.replicas for stage in graph.stages) == 8
+    assert graph in set(Auto(evaluations=0)(problem.cost, batch_size=64))
+    assert graph not in set(Auto(evaluations=0, shape="chain")(problem.cost, batch_size=64))
+    assert along_branches(Problem(cost_model(towers, 2, memory=2**34), 64)) is None
+    row = shapes.towers("row", 1, 0)
+    assert along_branches(Problem(cost_model(row, 8, memory=2**34), 64)) is None
 
 
 @pytest.mark.parametrize(("branches", "is_asked"), [(1, False), (2, True)])

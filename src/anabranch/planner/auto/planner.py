@@ -1,7 +1,8 @@
 """Auto, the default planner: what other planners propose, changed move by move.
 
-1. Starts: the proposals of quick planners, ``STARTS``; of what is large also those that this
-   planner finds for a coarser model (``coarse``), which are in the whole changed a little only.
+1. Starts: the proposals of quick planners, ``STARTS``, and stages along the branches
+   (``along_branches``); of what is large also those that this planner finds for a coarser model
+   (``coarse``), which are in the whole changed a little only.
 2. Simulated annealing over drafts (``annealing``) by the moves of ``moves.MOVES``, with the seconds
    of ``evaluator``.
 3. All starts and the best drafts are proposed; ``solve`` simulates them, then the best of what lies
@@ -22,6 +23,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner import PLANNERS
+from anabranch.planner.auto.along_branches import along_branches
 from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.search import Search, Start
@@ -37,8 +39,8 @@ STARTS = ("data-parallel", "even", "sequential", "graphpipe")
 models that are nearly a row GraphPipe's are left out, which are much the same as sequential ones.
 """
 
-COARSER = "a coarser model"
-"""Source of starts, beside planners."""
+COARSER, BRANCHES = "a coarser model", "stages along the branches"
+"""Sources of starts, beside planners."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,9 @@ class Auto:
         return [first] + [SETTINGS.further] * (beyond // SETTINGS.further)
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
-        """Proposals of other planners and for a coarser model; the last error if there are none."""
+        """Proposals of other planners, for a coarser model and along the branches; the last error
+        if there are none.
+        """
         few = coarse is None and problem.devices <= SETTINGS.few
         names = STARTS[:-1] if self.shape == "chain" else STARTS  # graphpipe has one for graphs
         names = (*names, "dapple") if few else names
@@ -189,10 +193,12 @@ class Auto:
                 for graph in graphs:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
                         any_found = True
-                        yield name if name == COARSER else f"the {name} planner", graph
+                        yield f"the {name} planner" if name in names else name, graph
             except (BudgetError, InfeasiblePlanError):
                 if name == last and not any_found:
                     raise
+        if self.shape == "graph" and (along := along_branches(problem)) is not None:
+            yield BRANCHES, along
 
     def _expanded(self, coarse: Coarse, problem: Problem) -> Iterator[StageGraph]:
         part, size = coarse.factor, problem.microbatch_size
