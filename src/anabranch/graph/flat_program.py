@@ -97,12 +97,12 @@ class FlatProgram:
                 self.graph.erase_node(node)
                 self.sources.pop(node, None)
 
-    def writes_to(self, kind: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
-        """Calls that change what a placeholder of a kind is in place, also by a view of it."""
+    def writes_to(self, *kinds: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
+        """Calls that change placeholders of some kinds in place, also by a view of them."""
         sources = {
             node.meta["storage"]: source
             for node, source in self.sources.items()
-            if source.kind == kind
+            if source.kind in kinds
         }
         for call in self.calls:
             for target in written(call):

@@ -222,9 +222,7 @@ class _ProgramBuilder:
             if node.op == "call_function":
                 self.call(node)
             elif node.op == "get_attr":
-                value: Any = owner
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
+                value: Any = operator.attrgetter(str(node.target))(owner)
                 if isinstance(value, nn.Module):
                     self.env[node] = value  # the body of a region
                 else:
@@ -271,8 +269,8 @@ class _ProgramBuilder:
             several = self.made(node, target, (*fixed, body, *inputs), {})
             return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
 
-        read = [node for node in args if isinstance(node, fx.Node)]
-        dtypes = {types.get(node, getattr(node.meta["val"], "dtype", None)) for node in read}
+        read = [source for source in args if isinstance(source, fx.Node)]
+        dtypes = {types.get(source, getattr(source.meta["val"], "dtype", None)) for source in read}
         half = torch.finfo(region.dtype if region.dtype in dtypes else torch.float32)
 
         def operand(source: Any) -> Any:
@@ -328,9 +326,9 @@ class _ProgramBuilder:
     def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
         """New value of memory that a write changes under several names; None for other calls."""
         changed = args[0] if args else None
-        if not (writes_first(target) and isinstance(changed, fx.Node)):
-            return None
-        if "storage" not in changed.meta:
+        if not (
+            isinstance(changed, fx.Node) and writes_first(target) and "storage" in changed.meta
+        ):
             return None
         read_later = {
             node: held
@@ -395,9 +393,8 @@ class _ProgramBuilder:
             tuple(self.made(n, alias, (n,), {}) if n.op == "placeholder" else n for n in outputs)
         )
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        for node in list(self.graph.nodes):
-            if node.op == "placeholder":
-                first.prepend(node)
+        for node in self.by_source.values():
+            first.prepend(node)
         sources = {node: source for source, node in self.by_source.items()}
         program = FlatProgram(samples, self.graph, sources, self.constants, self.regions)
         program.drop_dead()

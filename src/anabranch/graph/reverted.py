@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from anabranch.device import accelerator
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import BUFFER, PARAMETER
+from anabranch.graph.module_state import with_attributes
 
 
 def written_state(captured: Captured, module: nn.Module) -> list[Tensor]:
     """Tensors of a module, or of a part of it, that the forward is seen to change."""
     program = captured.programs.example
-    names = {source.name for kind in (BUFFER, PARAMETER) for _, source in program.writes_to(kind)}
+    names = {source.name for _, source in program.writes_to(BUFFER, PARAMETER)}
     named = (*module.named_parameters(), *module.named_buffers())
     return _writable(tensor for name, tensor in named if name in names)
 
@@ -70,17 +71,9 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             tensor.copy_(value)
 
 
-@contextmanager
-def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """Inside, parameters begin without gradients; afterwards they have those of before."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
+    return with_attributes((parameter, "grad", None) for parameter in parameters)
 
 
 @contextmanager
