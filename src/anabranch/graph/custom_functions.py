@@ -42,7 +42,7 @@ def operator_of(
     fixed = {i: value for i, value in enumerate(arguments) if _is_fixed(value)}
     passed = [value for i, value in enumerate(arguments) if i not in fixed]
     types = [next((t for t, kind in _TYPES.items() if isinstance(v, kind)), "") for v in passed]
-    key = function, *types, *fixed.items()
+    key = function, *types, repr(fixed)  # in which 2, 2.0 and True differ, and 0.0 and -0.0
     if key in _operators or "" in types:
         return _operators.get(key)
     tensors = [value for value in passed if isinstance(value, torch.Tensor)]
