@@ -1,12 +1,13 @@
-"""Orders and cycles of directed graphs, against networkx."""
+"""Orders, cycles and longest paths of directed graphs, against networkx."""
 
 from __future__ import annotations
 
 import networkx as nx
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.graph.digraph import strongly_connected, topological_order
+from anabranch.graph.digraph import path_before, strongly_connected, topological_order
 
 EDGES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20)
 
@@ -44,3 +45,15 @@ def test_an_order_without_cycles_has_every_edge_forward(edges: list[tuple[int, i
     after = successors([(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]])
     expected = nx.lexicographical_topological_sort(nx.DiGraph(after), key=lambda node: -node)
     assert topological_order(after, lambda node: -node) == list(expected)
+
+
+@given(edges=EDGES)
+def test_the_longest_path_is_that_of_networkx(edges: list[tuple[int, int]]) -> None:
+    """Nodes take 1, 2, ... 8 s; backwards the path is the same."""
+    forward = {(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]}
+    seconds = np.arange(1.0, 9.0)
+    graph = nx.DiGraph([(a, b, {"weight": seconds[b]}) for a, b in forward])
+    graph.add_weighted_edges_from(("begin", node, seconds[node]) for node in range(8))
+    expected = nx.dag_longest_path_length(graph)
+    for way in (forward, {(b, a) for a, b in forward}):
+        assert (path_before(seconds, way) + seconds).max() == expected

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
+from anabranch.graph.custom_functions import operator_of
 from anabranch.graph.export import CaptureWarning
 from anabranch.graph.split import split
 from anabranch.profile.estimate import estimate
@@ -181,6 +182,28 @@ def test_a_custom_gradient_is_kept() -> None:
     assert captured.foreign == ("autograd_function::Tripled", "autograd_function::Clipped")
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
     assert Tripled.apply(torch.ones(1)).item() == 2.0
+
+
+class Scaled(Tripled):
+    """A forward with a tuple of numbers."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+        return x * factors[0]
+
+
+@pytest.mark.parametrize(("one", "other"), [(2, 2.0), (0.0, -0.0)])
+def test_equal_numbers_that_compute_otherwise_have_operators_of_their_own(
+    one: float, other: float
+) -> None:
+    """An integer times 2.0 is a float; 1 / -0.0 is negative."""
+    for factor in (one, other):
+        arguments = torch.arange(1, 3), (factor,)
+        scaled = operator_of(Scaled, arguments, Scaled.apply)
+        assert scaled is not None
+        result, expected = 1 / scaled(*arguments), 1 / Scaled.apply(*arguments)
+        assert torch.equal(result, expected)
+        assert scaled(*arguments).dtype is Scaled.apply(*arguments).dtype
 
 
 class Changed(Tripled):

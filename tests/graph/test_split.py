@@ -58,7 +58,7 @@ class Wired(nn.Module):
             elif kind == 2:
                 h = layer(h).mul_(2)
             else:
-                h = self.layers[0](h).unflatten(1, (1, 5)).transpose(0, 1).exp().squeeze(0)
+                h = self.layers[0](h).unflatten(1, (1, 5)).transpose(0, 1).tanh().squeeze(0)
             made.append(h * 0.5)
         return sum(h.pow(2).mean() for h in made[1:])
 

@@ -207,6 +207,22 @@ def generators(place: torch.device) -> list[torch.Generator]:
     return own
 
 
+@contextmanager
+def with_seed(seed: int, place: torch.device) -> Iterator[None]:
+    """Inside, operations of a device draw from a seed of their own: loaders of data draw from the
+    user's generators, alike on every rank.
+    """
+    drawn_from = generators(place)
+    before = [generator.get_state() for generator in drawn_from]
+    for generator in drawn_from:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(drawn_from, before, strict=True):
+            generator.set_state(state)
+
+
 def _module(kind: str) -> Any:
     """Return torch's module of a kind; None for one that this torch does not know."""
     try:

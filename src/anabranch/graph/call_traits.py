@@ -43,10 +43,16 @@ def is_integer(node: fx.Node) -> bool:
     return value is not None and not (value.dtype.is_floating_point or value.dtype is torch.bool)
 
 
+def node_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments that are nodes, in order, a node as often as it occurs."""
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return nodes
+
+
 def value_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs of a call whose entries its value depends on, each as often as the call reads it."""
-    inputs: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), inputs.append)
+    inputs = node_arguments(node)
     if base_name(node) in LIKE:
         return inputs[:1]
     return inputs[1:] if base_name(node) in FACTORIES else inputs

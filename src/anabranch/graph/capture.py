@@ -23,7 +23,6 @@ from torch import fx, nn
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
-from anabranch.graph.changed_state import changed_state
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_calls, schema_name
 from anabranch.graph.flows import Assumption, Total, above, loss_kind
@@ -93,17 +92,10 @@ def capture(
     return captured
 
 
-def capture_workload(
-    workload: Workload, *, granularity: Granularity = "layer", rewrites: Sequence[str] = ()
-) -> Captured:
-    """Capture the module of a workload."""
-    return capture(
-        workload.module,
-        workload.example,
-        granularity=granularity,
-        per_sample=workload.per_sample,
-        rewrites=rewrites,
-    )
+def capture_workload(workload: Workload, **options: Any) -> Captured:
+    """Capture the module of a workload; options as of ``capture``."""
+    per_sample = workload.per_sample
+    return capture(workload.module, workload.example, per_sample=per_sample, **options)
 
 
 def capture_to_plan(workload: Workload, **options: Any) -> Captured:
@@ -340,18 +332,15 @@ def _captured(
         for node in coupling
         if node in operators
     )
-    graph, calls, dims = build(module, traits, grouping, training)
     coupled = {c.operator for c in couplings}
-    whole = {call for call, operator in operators.items() if operator in coupled}
+    graph, calls, dims = build(module, traits, grouping, training, coupled)
     graph = replace(
         graph,
-        ops=tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops),
         granularity=granularity,
         loss_kind=kind,
         rewrites=tuple(map(str, exporter.rewrites)),
         rewritable=applicable(program),
         normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
-        stateful=changed_state(program, whole) if training else (),
     )
     return Captured(
         slices={} if first is None else first.slices,

@@ -6,7 +6,7 @@ Running means of batch normalisation are told apart (``normalised``); tables tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -17,7 +17,6 @@ from anabranch.graph.flat_program import (
     BUFFER,
     PARAMETER,
     FlatProgram,
-    PlaceholderSource,
     frame,
     insert,
     is_bounding,
@@ -38,7 +37,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
     return tuple(
         dict.fromkeys(
             source.name
-            for call, source in _writes(program)
+            for call, source in program.writes_to(BUFFER, PARAMETER)
             if source.name.rpartition(".")[0] not in norms
             and call not in whole
             and not is_bounding(call)
@@ -48,14 +47,16 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
 
 def seen_writes(program: FlatProgram) -> frozenset[str] | None:
     """Names of all state that a program changes; None with regions, whose writes are unknown."""
-    return None if program.regions else frozenset(source.name for _, source in _writes(program))
+    names = frozenset(source.name for _, source in program.writes_to(BUFFER, PARAMETER))
+    return None if program.regions else names
 
 
 def copy_changed_state(program: FlatProgram) -> None:
     """Let calls that gradients go back through read copies of state that the forward changes, in
     place: autograd keeps what they read, and this forward or the next changes it.
     """
-    writes = [call for call, _ in _writes(program) if not is_bounding(call)]
+    calls = {call for call, _ in program.writes_to(BUFFER, PARAMETER)}
+    writes = [call for call in calls if not is_bounding(call)]
     changed = {target.meta.get("storage", 0) for call in writes for target in written(call)}
     for call in program.calls:
         sources = call.all_input_nodes if requires_grad(call) and not written(call) else []
@@ -66,15 +67,6 @@ def copy_changed_state(program: FlatProgram) -> None:
 
 def changed_by_samples(program: FlatProgram) -> tuple[str, ...]:
     """Names of parameters that a program changes by what is in the batch."""
-    return tuple(
-        dict.fromkeys(
-            source.name
-            for call, source in _writes(program)
-            if source.kind == PARAMETER and BATCH_LEAF in program.kinds_above([call])
-        )
-    )
-
-
-def _writes(program: FlatProgram) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
-    for kind in (BUFFER, PARAMETER):
-        yield from program.writes_to(kind)
+    writes = program.writes_to(PARAMETER)
+    names = (source.name for call, source in writes if BATCH_LEAF in program.kinds_above([call]))
+    return tuple(dict.fromkeys(names))

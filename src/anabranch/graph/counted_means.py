@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name, has_classes, inputs_of, tensor
-from anabranch.graph.flat_program import FlatProgram, insert
+from anabranch.graph.flat_program import FlatProgram, insert, tensors
 from anabranch.graph.operations import BY_CLASS, REDUCED, words
 
 _aten = torch.ops.aten
@@ -68,8 +67,7 @@ def _mask_of(node: fx.Node, size: str) -> fx.Node | None:
     """The mask whose entries that are true make a size."""
     while node.op == "call_function":
         for source in node.all_input_nodes:
-            values = [v for v in tree_leaves(source.meta["val"]) if isinstance(v, Tensor)]
-            if any(str(n) == size for v in values for n in v.shape):
+            if any(str(n) == size for value in tensors(source) for n in value.shape):
                 node = source
                 break
         else:

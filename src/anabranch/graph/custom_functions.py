@@ -32,16 +32,17 @@ def _is_fixed(value: Any) -> bool:
 def operator_of(
     function: Any, arguments: tuple[Any, ...], run: Callable[..., Any]
 ) -> Callable[..., Any] | None:
-    """Return what calls a class of functions as an operator; None if it cannot be one: it takes or
-    returns something else than tensors and numbers, writes to what it takes, or needs its values.
+    """Return a callable that runs a class of functions as an operator; None if it cannot be one: it
+    takes or returns something else than tensors and numbers, writes to tensors that it takes, or
+    needs their values.
 
     Args:
-        run: calls the class itself.
+        run: ``apply`` of the class itself.
     """
     fixed = {i: value for i, value in enumerate(arguments) if _is_fixed(value)}
     passed = [value for i, value in enumerate(arguments) if i not in fixed]
     types = [next((t for t, kind in _TYPES.items() if isinstance(v, kind)), "") for v in passed]
-    key = function, *types, *fixed.items()
+    key = function, *types, repr(fixed)  # in which 2, 2.0 and True differ, and 0.0 and -0.0
     if key in _operators or "" in types:
         return _operators.get(key)
     tensors = [value for value in passed if isinstance(value, torch.Tensor)]
@@ -49,7 +50,7 @@ def operator_of(
     try:
         with disable_proxy_modes_tracing():
             results = run(*arguments)
-    except Exception:  # of kernels that read memory, say, which tensors of a trace have none of
+    except Exception:  # such as kernels that read memory, which tensors of a trace lack
         return None
     outputs = results if isinstance(results, tuple) else (results,)
     is_own = [isinstance(r, torch.Tensor) and all(r is not t for t in tensors) for r in outputs]
@@ -58,8 +59,8 @@ def operator_of(
     places = [i for i in range(len(arguments)) if i not in fixed]
 
     def kernel(*values: Any) -> Any:
-        given = fixed | dict(zip(places, values, strict=True))
-        return run(*(given[i] for i in range(len(given))))
+        by_place = fixed | dict(zip(places, values, strict=True))
+        return run(*(by_place[i] for i in range(len(by_place))))
 
     name = function.__name__
     _names[name] += 1

@@ -1,10 +1,16 @@
-"""Orders and cycles of directed graphs, given as node -> the nodes that its edges lead to."""
+"""Orders and cycles of directed graphs, given as node -> the nodes that its edges lead to, and
+longest paths between numbered nodes.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
+
+import numpy as np
+
+from anabranch.compiled import Floats
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -60,3 +66,24 @@ def _depth_first(roots: Iterable[_T], after: Mapping[_T, Iterable[_T]], seen: se
                 seen.add(fresh)
                 stack.append((fresh, iter(after[fresh])))
     return finished
+
+
+def path_before(seconds: Floats, edges: Iterable[tuple[int, int]]) -> Floats:
+    """Seconds of the longest path of nodes before each node, see ``longest_paths``."""
+    return longest_paths(np.zeros(len(seconds)), seconds, edges)[0]
+
+
+def longest_paths(
+    begin_s: Floats, seconds: Floats, edges: Iterable[tuple[int, int]]
+) -> tuple[Floats, list[int]]:
+    """When the longest path to each node ends, and the node before it there, or -1.
+
+    Args:
+        begin_s: per node, when it may begin at the earliest.
+        edges: all from lower to higher nodes, or all back.
+    """
+    ends_s, previous = begin_s.copy(), [-1] * len(seconds)
+    for a, b in sorted(edges, key=lambda edge: edge[0] if edge[0] < edge[1] else -edge[0]):
+        if ends_s[a] + seconds[a] > ends_s[b]:
+            ends_s[b], previous[b] = ends_s[a] + seconds[a], a
+    return ends_s, previous

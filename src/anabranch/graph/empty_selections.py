@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.flat_program import schema_name, storage, written
+from anabranch.graph.flat_program import schema_name, storage, tensors, written
 from anabranch.graph.operations import AT_PLACES, COPIES, FINITE, OF_ZEROS, SAME_ENTRIES
 from anabranch.graph.source_questions import (
     COMPARED,
@@ -108,7 +108,7 @@ class _Traced:
         zeros, sizes, pending = set(masks), set(free_unbacked_symbols(selection.number)), masks
         while pending:
             node = pending.pop()
-            sizes |= set() if _tensors(node) else _symbols(node)
+            sizes |= set() if tensors(node) else _symbols(node)
             for user in node.users:
                 if node in _masks(user) and _name(user) not in AT_PLACES:
                     sizes |= _symbols(user).difference(*map(_symbols, user.all_input_nodes))
@@ -129,7 +129,7 @@ class _Traced:
             is_none, is_infinite = _is_empty(node, sizes), node in infinite
             is_infinite |= isinstance(_value(node), torch.SymFloat)  # such as 1 / n
             for user in node.users:
-                name, values = _name(user), _tensors(user)
+                name, values = _name(user), tensors(user)
                 if not values or self.order[user] > last:
                     continue
                 is_zero = name in OF_ZEROS or (name == "div" and user.args[1] is not node)
@@ -370,14 +370,10 @@ def _value(node: Any) -> Any:
     return node.meta.get("val")
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(_value(node)) if isinstance(value, torch.Tensor)]
-
-
 def _symbols(node: fx.Node) -> set[Any]:
     """Symbols in a number, or in the sizes of tensors, that only a run knows."""
     is_number = isinstance(_value(node), torch.SymInt | torch.SymFloat)
-    numbers = [_value(node)] if is_number else [value.shape for value in _tensors(node)]
+    numbers = [_value(node)] if is_number else [value.shape for value in tensors(node)]
     return set(free_unbacked_symbols(numbers))
 
 
@@ -386,7 +382,7 @@ def _is_empty(node: fx.Node, sizes: set[Any]) -> bool:
     zeros = dict.fromkeys(sizes, 0)
     empty = [
         any(isinstance(size, torch.SymInt) and size.node.expr.subs(zeros) == 0 for size in v.shape)
-        for v in _tensors(node)
+        for v in tensors(node)
     ]
     return bool(empty) and all(empty)
 

@@ -97,12 +97,12 @@ class FlatProgram:
                 self.graph.erase_node(node)
                 self.sources.pop(node, None)
 
-    def writes_to(self, kind: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
-        """Calls that change what a placeholder of a kind is in place, also by a view of it."""
+    def writes_to(self, *kinds: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
+        """Calls that change placeholders of some kinds in place, also by a view of them."""
         sources = {
             node.meta["storage"]: source
             for node, source in self.sources.items()
-            if source.kind == kind
+            if source.kind in kinds
         }
         for call in self.calls:
             for target in written(call):
@@ -208,6 +208,11 @@ def copy_origin(source: fx.Node, node: fx.Node) -> None:
     node.meta |= {key: source.meta[key] for key in copied}
 
 
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """Tensors in a node's value."""
+    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+
+
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory of a node's value, which its views share; None without a tensor."""
     value = node.meta.get("val")
@@ -234,11 +239,8 @@ def gradient_calls(program: FlatProgram) -> set[fx.Node]:
 def gradient_types(program: FlatProgram) -> set[torch.dtype]:
     """Types of all that gradients of the loss go through, parameters included."""
     calls = gradient_calls(program)
-    nodes = {
-        node for call in calls for node in (call, *call.all_input_nodes) if requires_grad(node)
-    }
-    leaves = tree_leaves([node.meta["val"] for node in nodes])
-    return {v.dtype for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad}
+    nodes = {node for call in calls for node in (call, *call.all_input_nodes)}
+    return {v.dtype for node in nodes for v in tensors(node) if v.requires_grad}
 
 
 def gradient_strides(
@@ -253,8 +255,7 @@ def gradient_strides(
     values = [(n.all_input_nodes[0] if UNFOLDS in n.meta else n).meta["val"] for n in nodes]
     loss = program.outputs[0].meta["val"]
     gradients: Sequence[torch.Tensor | None] = [None] * len(values)
-    made = tree_leaves([node.meta.get("val") for node in program.calls])
-    unknown = free_unbacked_symbols([v.shape for v in made if isinstance(v, torch.Tensor)])
+    unknown = free_unbacked_symbols([v.shape for call in program.calls for v in tensors(call)])
     with contextlib.suppress(*[RuntimeError] if unknown else []):
         gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
     strides = {}
@@ -267,6 +268,4 @@ def gradient_strides(
 
 def requires_grad(node: fx.Node) -> bool:
     """True if eager execution tracks gradients of the node's value, or of a part of it."""
-    return any(
-        isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves(node.meta.get("val"))
-    )
+    return any(value.requires_grad for value in tensors(node))

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import fx
 
-from anabranch.graph.call_traits import arguments
-from anabranch.graph.flat_program import CallKey, upstream
+from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.flat_program import CallKey, schema_name, upstream
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.sample_axis import SampleAxis
 
@@ -30,6 +30,16 @@ class Assumption:
     per_sample: frozenset[str] = frozenset()
     unknown: Literal["mean", "sum", "coupled"] = "mean"
     reordering: frozenset[CallKey] = frozenset()
+
+    def unknown_operator(self, node: fx.Node) -> str:
+        """Name of the operator that makes a value, if the assumption is about it."""
+        if base_name(node) == "getitem":
+            node = node.all_input_nodes[0]
+        name = schema_name(node)
+        library, separator, _ = name.partition("::")
+        is_other = bool(separator) and library not in ("aten", "prims")
+        is_assumed = is_other and self.unknown != "coupled"
+        return name if is_assumed or name in self.per_sample else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,14 +76,13 @@ def _inseparable(traits: CallTraits) -> list[list[int]]:
             sets.append([traits.position[node], *readers])
     placed = {node.meta.get("storage") for node in traits.program.sources}
     sharing: dict[int, list[int]] = defaultdict(list)
-    last_write: dict[int, int] = {}
+    writes = ((i, target) for i, node in enumerate(traits.calls) for target in written(node))
+    last_write = {target.meta.get("storage", 0): i for i, target in writes}
     for i, node in enumerate(traits.calls):
         near = (node, *node.all_input_nodes)
         touched = {n.meta["storage"] for n in near if "storage" in n.meta}
         for storage in touched & traits.mutated:
             sharing[storage].append(i)
-        for target in written(node):
-            last_write[target.meta.get("storage", 0)] = i
     for storage, calls in sharing.items():
         # Those who read after the last write see the final value, wherever they are, if it is made
         # by a call.

@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -107,7 +108,7 @@ def lower(
                 builder.placeholder(node, source, find(source))
                 if source.name in copied:
                     leaf = builder.env[node]
-                    builder.env[node] = builder.made(node, _aten.clone.default, (leaf,), {})
+                    builder.env[node] = builder.made(node, _aten.clone.default, leaf)
             else:
                 raise CaptureError(
                     f"the module holds {spec.target}, which is neither a tensor nor a constant "
@@ -222,9 +223,7 @@ class _ProgramBuilder:
             if node.op == "call_function":
                 self.call(node)
             elif node.op == "get_attr":
-                value: Any = owner
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
+                value: Any = operator.attrgetter(str(node.target))(owner)
                 if isinstance(value, nn.Module):
                     self.env[node] = value  # the body of a region
                 else:
@@ -257,7 +256,7 @@ class _ProgramBuilder:
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.env[node] = args[0][args[1]]
         elif self.autocast is None or is_settled:
-            self.env[node] = self.made(node, node.target, args, kwargs, name=node.name)
+            self.env[node] = self.made(node, node.target, *args, name=node.name, **kwargs)
         else:
             self.env[node] = self.cast(self.autocast, node, args, kwargs)
 
@@ -268,11 +267,11 @@ class _ProgramBuilder:
             body, inputs = region_of(node.target, args, kwargs)
             fixed = region.device_type, region.dtype, True, True
             target = torch.ops.higher_order.wrap_with_autocast
-            several = self.made(node, target, (*fixed, body, *inputs), {})
-            return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
+            several = self.made(node, target, *fixed, body, *inputs)
+            return self.made(node, operator.getitem, several, 0, name=node.name)
 
-        read = [node for node in args if isinstance(node, fx.Node)]
-        dtypes = {types.get(node, getattr(node.meta["val"], "dtype", None)) for node in read}
+        read = [source for source in args if isinstance(source, fx.Node)]
+        dtypes = {types.get(source, getattr(source.meta["val"], "dtype", None)) for source in read}
         half = torch.finfo(region.dtype if region.dtype in dtypes else torch.float32)
 
         def operand(source: Any) -> Any:
@@ -283,7 +282,7 @@ class _ProgramBuilder:
                 return source
             key = source, dtype, self.operator
             call = region.cast_parameters.get(key)
-            call = call or self.made(node, _aten.to.dtype, (source, dtype), {})
+            call = call or self.made(node, _aten.to.dtype, source, dtype)
             if source.op == "placeholder" and source.meta["val"].requires_grad:
                 region.cast_parameters[key] = call
             return call
@@ -291,10 +290,10 @@ class _ProgramBuilder:
         leaves, spec = tree_flatten((args, kwargs))
         # Autocast begins with the last; in that order gradients of several uses are added.
         args, kwargs = tree_unflatten([operand(leaf) for leaf in leaves[::-1]][::-1], spec)
-        return self.made(node, node.target, args, kwargs, name=node.name)
+        return self.made(node, node.target, *args, name=node.name, **kwargs)
 
     def made(
-        self, like: fx.Node, target: Any, args: Any, kwargs: Any, *, name: str | None = None
+        self, like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any
     ) -> Any:
         """A new call with its value, or a number that is known without the data."""
         if (shared := self.written(like, target, args, kwargs)) is not None:
@@ -306,7 +305,7 @@ class _ProgramBuilder:
             if target is _aten.view.default:
                 # A kernel of another device has its results in another order of memory, in which
                 # what was contiguous in the trace, and so not copied, is to be now.
-                return self.made(like, _aten.reshape.default, args, kwargs, name=name)
+                return self.made(like, _aten.reshape.default, *args, name=name, **kwargs)
             error.add_note(user_line(like))
             raise
         if isinstance(value, int | float):
@@ -328,9 +327,9 @@ class _ProgramBuilder:
     def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
         """New value of memory that a write changes under several names; None for other calls."""
         changed = args[0] if args else None
-        if not (writes_first(target) and isinstance(changed, fx.Node)):
-            return None
-        if "storage" not in changed.meta:
+        if not (
+            isinstance(changed, fx.Node) and writes_first(target) and "storage" in changed.meta
+        ):
             return None
         read_later = {
             node: held
@@ -343,11 +342,7 @@ class _ProgramBuilder:
         path = views(changed)
         if not others or path[0].op == "placeholder":
             return None
-
-        def make(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            made: fx.Node = self.made(like, target, args, kwargs)
-            return made
-
+        make = partial(self.made, like)
         value = new_value(target, args, kwargs, make)
         for source, view in reversed(list(pairwise(path))):
             value = None if value is None else put_back(view, source, value, make)
@@ -376,7 +371,7 @@ class _ProgramBuilder:
         for place, source in zip(places, inputs, strict=True):
             is_detached = isinstance(source, fx.Node) and not enabled
             self.env[place] = (
-                self.made(node, _aten.detach.default, (source,), {}) if is_detached else source
+                self.made(node, _aten.detach.default, source) if is_detached else source
             )
             originals[self.env[place]] = source
 
@@ -392,12 +387,11 @@ class _ProgramBuilder:
         # An output that is itself a parameter or a buffer becomes the result of a call.
         alias = _aten.alias.default
         self.graph.output(
-            tuple(self.made(n, alias, (n,), {}) if n.op == "placeholder" else n for n in outputs)
+            tuple(self.made(n, alias, n) if n.op == "placeholder" else n for n in outputs)
         )
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        for node in list(self.graph.nodes):
-            if node.op == "placeholder":
-                first.prepend(node)
+        for node in self.by_source.values():
+            first.prepend(node)
         sources = {node: source for source, node in self.by_source.items()}
         program = FlatProgram(samples, self.graph, sources, self.constants, self.regions)
         program.drop_dead()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, fx, nn
 
 from anabranch.graph import flat_program
 from anabranch.graph.call_traits import CallTraits, arguments, base_name, tensor
+from anabranch.graph.changed_state import changed_state
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.operations import LOOKUPS
 from anabranch.graph.opgraph import BATCH, LookupTable, Op, OpGraph, Parameter, Value
@@ -16,9 +17,17 @@ from anabranch.graph.slices import in_slices, view_named
 
 
 def build(
-    module: nn.Module, traits: CallTraits, grouping: Grouping, training: bool
+    module: nn.Module,
+    traits: CallTraits,
+    grouping: Grouping,
+    training: bool,
+    coupled: Collection[str] = (),
 ) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
-    """The graph of operators, with the call and the batch dimension of each value."""
+    """The graph of operators, with the call and the batch dimension of each value.
+
+    Args:
+        coupled: names of operators that are right for the whole batch only.
+    """
     program = traits.program
     owners = grouping.owner_of(program)
     readers = _readers(program, owners)
@@ -51,7 +60,7 @@ def build(
     ops = []
     for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
         ordered = tuple(n for n in parameters if n in read[i])
-        ops.append(Op(name, ordered, kind))
+        ops.append(Op(name, ordered, kind, whole_batch=name in coupled))
     looked_up = tables(traits)
     held = tuple(
         Parameter(n, p.numel() * p.element_size(), p.requires_grad, looked_up.get(n))
@@ -59,7 +68,15 @@ def build(
         if n in used
     )
     entries = [*batch_values, *values]
-    graph = OpGraph(tuple(ops), tuple(e[0] for e in entries), held, type(module).__name__)
+    owned = ((call, owner) for call, owner in owners.items() if owner != FREE)
+    whole = {call for call, owner in owned if grouping.names[owner] in coupled}
+    graph = OpGraph(
+        tuple(ops),
+        tuple(e[0] for e in entries),
+        held,
+        type(module).__name__,
+        stateful=changed_state(program, whole) if training else (),
+    )
     return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
 
 

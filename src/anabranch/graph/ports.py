@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from anabranch.graph.call_traits import node_arguments
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import (
     PARAMETER,
@@ -70,10 +71,8 @@ class PortMap:
         self.local: dict[int, dict[Use, int]] = {}
         self.summands: dict[int, int] = {}
         self.tied_of: dict[tuple[str, Use], TiedUse] = {}
-        self.last_write: dict[int, int] = {}
-        for i, node in enumerate(self.calls):
-            for target in written(node):
-                self.last_write[target.meta.get("storage", 0)] = i
+        writes = ((i, target) for i, node in enumerate(self.calls) for target in written(node))
+        self.last_write = {target.meta.get("storage", 0): i for i, target in writes}
         ports: list[Port] = []
         for index, value in enumerate(captured.graph.values):
             if value.producer != BATCH:
@@ -161,10 +160,3 @@ class PortMap:
                 for use in uses:
                     self.tied_of[source.name, use] = alias
         self.tied = tuple(tied)
-
-
-def node_arguments(node: fx.Node) -> list[fx.Node]:
-    """Arguments that are nodes, in order, a node as often as it occurs."""
-    nodes: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), nodes.append)
-    return nodes

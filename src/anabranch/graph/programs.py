@@ -268,7 +268,7 @@ class Programs:
         proportion to the samples of slices.
         """
         program = self.example
-        writes = (call for kind in (BUFFER, PARAMETER) for call, _ in program.writes_to(kind))
+        writes = (call for call, _ in program.writes_to(BUFFER, PARAMETER))
         above = upstream([*program.outputs[:1], *writes])
         read = {program.sources[node].name for node in above if node in program.sources}
         if not (names := self.statistics & read):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from anabranch.device import accelerator
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import BUFFER, PARAMETER
+from anabranch.graph.module_state import with_attributes
 
 
 def written_state(captured: Captured, module: nn.Module) -> list[Tensor]:
     """Tensors of a module, or of a part of it, that the forward is seen to change."""
     program = captured.programs.example
-    names = {source.name for kind in (BUFFER, PARAMETER) for _, source in program.writes_to(kind)}
+    names = {source.name for _, source in program.writes_to(BUFFER, PARAMETER)}
     named = (*module.named_parameters(), *module.named_buffers())
     return _writable(tensor for name, tensor in named if name in names)
 
@@ -38,10 +38,12 @@ def _writable(tensors: Iterable[Tensor]) -> list[Tensor]:
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Put buffers back that change inside, or are others, when no autograd graph is alive."""
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    with unchanged(_writable(module.buffers())):
-        yield
-    for table, before in tables:
-        table.update(before)
+    try:
+        with unchanged(_writable(module.buffers())):
+            yield
+    finally:
+        for table, before in tables:
+            table.update(before)
 
 
 @contextmanager
@@ -70,28 +72,6 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             tensor.copy_(value)
 
 
-@contextmanager
-def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """Inside, parameters begin without gradients; afterwards they have those of before."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
-@contextmanager
-def seeded(seed: int, place: torch.device) -> Iterator[None]:
-    """Draw from a generator of its own; data loaders draw from the user's on every rank."""
-    generators = accelerator.generators(place)
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+    return with_attributes((parameter, "grad", None) for parameter in parameters)

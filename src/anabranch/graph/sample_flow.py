@@ -46,7 +46,6 @@ from anabranch.graph.flat_program import (
     FlatProgram,
     frame,
     requires_grad,
-    schema_name,
     trains_norm,
     upstream,
     written,
@@ -97,12 +96,10 @@ class _Follower:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 source = self.program.sources[node]
-                is_leaf = source.kind == BATCH_LEAF
-                kind: Any = "samples" if is_leaf else "constant"
                 known = source.kind != PARAMETER and source.name not in self.changing
-                self.flows[node] = Flow(kind, known)
-                if source.kind == CONSTANT and not self.is_same(node):
-                    self.flows[node] = Flow("statistic")
+                flow = Flow("samples" if source.kind == BATCH_LEAF else "constant", known)
+                is_number = source.kind == CONSTANT and not self.is_same(node)
+                self.flows[node] = Flow("statistic") if is_number else flow
             elif node.op == "get_attr":
                 self.flows[node] = Flow("constant")
             elif node.op == "call_function":
@@ -166,11 +163,9 @@ class _Follower:
         axis = self.axis(node)
         # Where rows of the whole batch are put in, they are as a tensor of the batch is.
         inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
-        if axis.dim < 0 or axis.trouble == PAIRS:
-            assumed = self.by_assumption(node, inputs, known)
-            if assumed is not None:
-                return assumed
-        return self.sliced(node, axis, inputs, known) or self.together(node, axis, known)
+        is_hidden = axis.dim < 0 or axis.trouble == PAIRS
+        assumed = self.by_assumption(node, inputs, known) if is_hidden else None
+        return assumed or self.sliced(node, axis, inputs, known) or self.together(node, axis, known)
 
     def sliced(
         self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool
@@ -228,7 +223,7 @@ class _Follower:
         value, kinds = tensor(node), {flow.kind for flow in inputs}
         if value is None or "coupled" in kinds or not kinds & {"samples", *_TOTALS}:
             return None
-        operator = self.unknown_operator(node)
+        operator = self.assumption.unknown_operator(node)
         # A size that depends on the data is not compared.
         is_scalar = all(isinstance(n, int) and n == 1 for n in value.shape)
         if not operator and (is_scalar or self.rearranged.isdisjoint(node.all_input_nodes)):
@@ -240,14 +235,6 @@ class _Follower:
             return Flow("samples", known)
         is_sum = operator not in self.assumption.per_sample and self.assumption.unknown == "sum"
         return Flow("statistic") if known else Flow("sum" if is_sum else "mean", known)
-
-    def unknown_operator(self, node: fx.Node) -> str:
-        """Name of the operator that makes a value, if the assumption is about it."""
-        if base_name(node) == "getitem":
-            node = node.all_input_nodes[0]
-        name = schema_name(node)
-        is_assumed = "::" in base_name(node) and self.assumption.unknown != "coupled"
-        return name if is_assumed or name in self.assumption.per_sample else ""
 
     def counts_reordered(self, node: fx.Node) -> bool:
         """Test for a value without gradient that counts what was put into another order, as the
@@ -271,8 +258,7 @@ class _Follower:
             is_alike = name in operations.ALIKE or any(word in name for word in operations.RANDOM)
             is_sliced = is_place or (is_alike and self.put_in(node))
             return Flow("samples", known) if is_sliced else None
-        changed = self.changed(node)
-        if known and changed:
+        if known and self.changed(node):
             return Flow("statistic")  # made of the number of samples, such as torch.tensor(len(x))
         return Flow("constant", known) if self.put_in(node) else None
 

@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from anabranch.graph.call_traits import node_arguments
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -42,7 +43,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import Precision
-from anabranch.graph.ports import Port, PortMap, TiedUse, Use, node_arguments
+from anabranch.graph.ports import Port, PortMap, TiedUse, Use
 from anabranch.remembered import remembered
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
@@ -200,9 +201,7 @@ class Split:
         needed: set[fx.Node] = set()
         for node in reversed(nodes):
             owner = owners.get(node, FREE)
-            if (owner != FREE and self.stage_of[owner] == stage) or (
-                node in needed and owner == FREE
-            ):
+            if node in needed if owner == FREE else self.stage_of[owner] == stage:
                 needed.add(node)
                 needed.update(n for n in node.all_input_nodes if owners.get(n, FREE) == FREE)
         return [node for node in nodes if node in needed]

@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_map
 from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
-from anabranch.graph.module_state import copied, with_attributes
-from anabranch.graph.reverted import changing_state, unchanged
+from anabranch.graph.module_state import copied
+from anabranch.graph.reverted import changing_state, unchanged, without_gradients
 from anabranch.graph.weight_calls import waiting_bytes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
@@ -368,7 +368,7 @@ def _left_as_it_was(
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
-    ungraded = with_attributes((parameter, "grad", None) for parameter in module.parameters())
+    ungraded = without_gradients(module.parameters())
     gpus = [device] if accelerator.is_on_accelerator(device) else []
     collecting = gc.isenabled()
     gc.disable()

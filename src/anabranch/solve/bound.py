@@ -65,7 +65,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +73,7 @@ from anabranch.compiled import Floats, Ints
 from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.overheads import computed_at_once
+from anabranch.graph.digraph import longest_paths, path_before
 from anabranch.graph.opgraph import BATCH
 from anabranch.solve.settings import SETTINGS
 
@@ -116,9 +116,9 @@ def _work_and_way_s(cost: CostModel, batch_size: int) -> float:
     inputs_s[:, ends] = backward_s[:, ends]
     rate_s = np.minimum.accumulate((forward_s + backward_s) / samples[:, None], axis=0)
     work_s = rate_s * batch_size / computed_at_once(cost.cluster)
-    before_s, forwards = _longest_paths(np.zeros(len(cost.graph)), forward_s[0], cost.graph.edges)
+    before_s, forwards = longest_paths(np.zeros(len(cost.graph)), forward_s[0], cost.graph.edges)
     back = ((consumer, producer) for producer, consumer in edges)
-    returned_s, backwards = _longest_paths(before_s + forward_s[0], inputs_s[0], back)
+    returned_s, backwards = longest_paths(before_s + forward_s[0], inputs_s[0], back)
     ways_s = returned_s[ends] + inputs_s[0, ends]
     chosen = ends[ways_s >= ways_s.max() / 2]
     passed = np.zeros((2, len(cost.graph)))
@@ -161,8 +161,8 @@ def longest_way_s(cost: CostModel, batch_size: int) -> float:
     _, forward_s, backward_s, inputs_s = (s[0] for s in _least_seconds(cost, batch_size))
     way_back, ends = _way_back(cost)
     inputs_s[ends] = backward_s[ends]
-    before_s = _path_before(forward_s, cost.graph.edges)
-    behind_s = _path_before(inputs_s, way_back)
+    before_s = path_before(forward_s, cost.graph.edges)
+    behind_s = path_before(inputs_s, way_back)
     return float((before_s + forward_s + np.maximum(backward_s, inputs_s + behind_s)).max())
 
 
@@ -192,10 +192,10 @@ class _Relaxation:
         which none fills a group alone.
         """
         samples, forward_s, backward_s, inputs_s = _least_seconds(cost, batch_size)
-        before_s = _path_before(forward_s[0], cost.graph.edges)
+        before_s = path_before(forward_s[0], cost.graph.edges)
         way_back, ends = _way_back(cost)
         inputs_s[:, ends] = backward_s[:, ends]
-        behind_s = _path_before(inputs_s[0], way_back)
+        behind_s = path_before(inputs_s[0], way_back)
         held = cost.own_parameter_bytes
         update_s = cost.update.byte_s * _updated_bytes(cost, batch_size)
         shape = cost.cluster.num_devices, len(cost.graph)
@@ -345,24 +345,3 @@ def _way_back(cost: CostModel) -> tuple[set[tuple[int, int]], Ints]:
     values = (v for v in cost.graph.values if v.grad and v.producer != BATCH)
     edges = {(value.producer, consumer) for value in values for consumer in value.consumers}
     return edges, np.setdiff1d(np.arange(len(cost.graph)), [consumer for _, consumer in edges])
-
-
-def _path_before(seconds: Floats, edges: Iterable[tuple[int, int]]) -> Floats:
-    """Return per operator the seconds of the longest path of operators before it."""
-    return _longest_paths(np.zeros(len(seconds)), seconds, edges)[0]
-
-
-def _longest_paths(
-    begin_s: Floats, seconds: Floats, edges: Iterable[tuple[int, int]]
-) -> tuple[Floats, list[int]]:
-    """Return per operator when the longest path to it ends, and the one before it there, or -1.
-
-    Args:
-        begin_s: per operator, when it may begin at the earliest.
-        edges: all forward or all back.
-    """
-    ends_s, previous = begin_s.copy(), [-1] * len(seconds)
-    for a, b in sorted(edges, key=lambda edge: edge[0] if edge[0] < edge[1] else -edge[0]):
-        if ends_s[a] + seconds[a] > ends_s[b]:
-            ends_s[b], previous[b] = ends_s[a] + seconds[a], a
-    return ends_s, previous

@@ -84,7 +84,7 @@ def split_backwards(
         known_s = list[float]()
         for schedule in schedules:
             least_s, longest_s = min(known_s, default=0.0), max(known_s, default=0.0)
-            if least_s > SETTINGS.list_near * best_s:
+            if least_s > SETTINGS.schedules_near * best_s:
                 continue
             if schedule in LISTS and (
                 _passes(proposal) > SETTINGS.split_passes

@@ -18,8 +18,9 @@ class Settings:
         split_near: proposals whose steps are within this factor of the shortest are tried with
             split backwards, ``split_proposals`` of them. With 1.2 and 8 two of 20 plans for mmt
             were 3 and 13 % longer; with 12 one of 40 was .6 % longer, with 24 none is shorter.
-        list_near: other schedules with split backwards are tried where those before them are within
-            this factor of the shortest; with 1.1 two of 80 drawn cases were 3 and 5 % longer.
+        schedules_near: further schedules with split backwards are tried where those before them are
+            within this factor of the shortest; with 1.1 two of 80 drawn cases were 3 and 5 %
+            longer.
         list_spread: likewise, where deep and minimal warm-up with split backwards are within this
             factor of each other: lists have few micro-batches in flight to hide messages with. Of
             40 public plans none is longer for it, and GNMT's take a third less time.
@@ -62,7 +63,7 @@ class Settings:
     share_proposals: int = 6
     split_near: float = 1.6
     split_proposals: int = 16
-    list_near: float = 1.2
+    schedules_near: float = 1.2
     list_spread: float = 1.1
     loop_gain: float = 0.02
     most_loops: int = 16

@@ -9,13 +9,15 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 from torch import nn
 
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured, capture_workload
+from anabranch.graph.digraph import path_before
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told
-from anabranch.graph.opgraph import Granularity, bits
+from anabranch.graph.opgraph import Granularity
 from anabranch.graph.split import split
 from anabranch.graph.whole_batch import WHOLE_BATCH_LOSS
 from anabranch.plans.check import stage_bytes
@@ -133,13 +135,12 @@ def examine(
 def branches(profile: Profile) -> Branches:
     """Width and depth of a model by the seconds of its operators at the largest sample count."""
     graph = profile.graph
-    seconds = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
-    longest, steps = [0.0] * len(graph), [0] * len(graph)
-    for i, mask in enumerate(graph.predecessors):
-        longest[i] = seconds[i] + max((longest[j] for j in bits(mask)), default=0.0)
-        steps[i] = 1 + max((steps[j] for j in bits(mask)), default=0)
-    path = max(longest)
-    return Branches(len(graph), max(steps), sum(seconds) / path if path else 1.0)
+    seconds = np.array([cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs])
+    path_s, depth = (
+        float((path_before(weights, graph.edges) + weights).max())
+        for weights in (seconds, np.ones(len(graph)))
+    )
+    return Branches(len(graph), int(depth), float(seconds.sum()) / path_s if path_s else 1.0)
 
 
 def _of_module(module: nn.Module) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.graph.reverted import seeded
+from anabranch.device.accelerator import with_seed
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import batch, built, plan
@@ -51,9 +51,9 @@ def test_random_numbers_follow_seed_and_samples_and_nothing_else() -> None:
 
 
 def test_each_microbatch_draws_for_itself() -> None:
-    with seeded(1, CPU):
+    with with_seed(1, CPU):
         first = torch.rand(3)
-    with seeded(2, CPU):
+    with with_seed(2, CPU):
         assert not torch.equal(first, torch.rand(3))
 
 
@@ -83,7 +83,7 @@ def test_the_generator_of_the_place_is_seeded(monkeypatch: pytest.MonkeyPatch) -
     before = [generator.get_state() for generator in generators]
     drawn = []
     for _ in range(2):
-        with seeded(7, torch.device("cuda", 1)):
+        with with_seed(7, torch.device("cuda", 1)):
             assert torch.equal(generators[0].get_state(), before[0])
             drawn.append(torch.rand(3, generator=generators[1]))
     assert torch.equal(*drawn)

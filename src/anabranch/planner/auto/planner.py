@@ -21,6 +21,7 @@ import numpy as np
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
+from anabranch.graph.digraph import path_before
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner import PLANNERS
 from anabranch.planner.auto.along_branches import along_branches
@@ -227,7 +228,5 @@ class Auto:
 def _is_nearly_a_row(cost: CostModel) -> bool:
     """Return True if little of the work lies beside the longest path through the model."""
     seconds = np.add(*cost.op_seconds(cost.profile.samples[-1]))
-    ends = seconds.copy()
-    for a, b in sorted(cost.graph.edges):
-        ends[b] = max(ends[b], ends[a] + seconds[b])
-    return bool(ends.max() >= SETTINGS.row * seconds.sum())
+    longest_s = (path_before(seconds, cost.graph.edges) + seconds).max()
+    return bool(longest_s >= SETTINGS.row * seconds.sum())

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from anabranch.graph.reverted import put, seeded, unchanged, unchanged_buffers, written_state
+from anabranch.device.accelerator import with_seed
+from anabranch.graph.reverted import put, unchanged, unchanged_buffers, written_state
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.outcome import Key, Outcome
@@ -192,7 +193,7 @@ class StageCompute:
         with self._prepared.compiling(key[0]):
             drawn = self._random(start) if runnable.by_sample else ()
             seed = hash((self._seed, self._step, start, key[0])) % 2**63  # one that torch takes
-            with seeded(seed, self._place) if runnable.is_random else nullcontext():
+            with with_seed(seed, self._place) if runnable.is_random else nullcontext():
                 return tuple(runnable.call(*drawn, *inputs, *aliases, *batch))
 
     def _random(self, start: int) -> tuple[Tensor, Tensor]:
