@@ -39,7 +39,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
         dict.fromkeys(
             source.name
             for call, source in _writes(program)
-            if source.name.rpartition(".")[0] not in norms
+            if not {frame(call), source.name.rpartition(".")[0]} <= norms
             and call not in whole
             and not is_bounding(call)
         )

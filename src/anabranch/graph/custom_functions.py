@@ -8,8 +8,9 @@ operator of a library the class is one call, which runs its forward and backward
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ _TYPES: dict[str, Any] = {"Tensor": torch.Tensor, "SymInt": int | torch.SymInt, 
 _FIXED = (bool, str, type(None), torch.dtype, torch.device)
 """Types of arguments of which each value has an operator of its own."""
 
-_names: Counter[str] = Counter()
 _operators: dict[Any, Callable[..., Any]] = {}
 
 
@@ -41,7 +41,7 @@ def operator_of(
     fixed = {i: value for i, value in enumerate(arguments) if _is_fixed(value)}
     passed = [value for i, value in enumerate(arguments) if i not in fixed]
     types = [next((t for t, kind in _TYPES.items() if isinstance(v, kind)), "") for v in passed]
-    key = function, *types, *fixed.items()
+    key = function, *types, repr(fixed)  # in which (1, 2) is not (1.0, 2.0)
     if key in _operators or "" in types:
         return _operators.get(key)
     tensors = [value for value in passed if isinstance(value, torch.Tensor)]
@@ -61,9 +61,9 @@ def operator_of(
         given = fixed | dict(zip(places, values, strict=True))
         return run(*(given[i] for i in range(len(given))))
 
-    name = function.__name__
-    _names[name] += 1
-    name += f"_{_names[name]}" * (_names[name] > 1)
+    plain = re.sub(r"\W", "_", function.__name__, flags=re.ASCII)
+    names = (plain + f"_{i}" * (i > 1) for i in count(1))
+    name = next(n for n in names if not hasattr(torch.ops.autograd_function, n))
     returns = ", ".join("Tensor" for _ in outputs)
     schema = ", ".join(f"{kind} x{i}" for i, kind in zip(places, types, strict=True))
     _LIBRARY.define(f"{name}({schema}) -> " + (f"({returns})" if results is outputs else returns))

@@ -31,10 +31,13 @@ class ReplayedCall:
 
     Args:
         call: takes tensors, and reads the parameters of ``module``.
+        written: parameters that it changes.
     """
 
-    def __init__(self, call: Callable[..., Outputs], module: nn.Module) -> None:
-        self._call, self._module = call, module
+    def __init__(
+        self, call: Callable[..., Outputs], module: nn.Module, written: Sequence[Tensor] = ()
+    ) -> None:
+        self._call, self._module, self._written = call, module, written
         self._free: list[_RecordedPasses] = []
         self.num_slots, self.reserve = 0, 1
 
@@ -42,7 +45,7 @@ class ReplayedCall:
         if not torch.is_grad_enabled():
             return self._call(*args)
         while not self._free or self.num_slots < self.reserve:
-            self._free.append(_RecordedPasses(self._call, self._module, args))
+            self._free.append(_RecordedPasses(self._call, self._module, self._written, args))
             self.num_slots += 1
         slot = self._free.pop()
         outputs: Outputs = _Replay.apply(slot, self._free, *args, *slot.parameters)  # type: ignore[no-untyped-call]
@@ -53,12 +56,16 @@ class _RecordedPasses:
     """Recorded passes over fixed tensors."""
 
     def __init__(
-        self, call: Callable[..., Outputs], module: nn.Module, args: Sequence[Tensor]
+        self,
+        call: Callable[..., Outputs],
+        module: nn.Module,
+        written: Sequence[Tensor],
+        args: Sequence[Tensor],
     ) -> None:
         self.inputs = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._call, place = call, self.inputs[0].device
-        with unchanged(list(module.buffers())):
+        with unchanged([*module.buffers(), *written]):
             with accelerator.beside(place):
                 for _ in range(3):  # in which libraries set themselves up
                     self.outputs = self._forward()
