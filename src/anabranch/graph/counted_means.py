@@ -64,18 +64,14 @@ def _choose_by_mask(program: FlatProgram, call: fx.Node) -> None:
     of = {source for place in places for source in place.all_input_nodes}
     if len(of) > 1 or base_name(found := of.pop()) not in _FOUND or len(found.args) > 1:
         return
-    mask, value = found.all_input_nodes[0], call.all_input_nodes[0].meta["val"]
-    like, sizes = mask.meta["val"], [place.meta["val"].shape[0] for place in places]
-    order = [0 if base_name(place) == "squeeze" else place.args[-1] for place in places]
-    behind = program.calls[program.calls.index(found) :]
-    if (
-        like.dtype is torch.bool
-        and like.shape == value.shape[: like.dim()]
-        and order == [*range(like.dim())]
-        and not any(isinstance(size, int) for size in sizes)
-        and not any(storage(t) == storage(mask) for node in behind for t in written(node))
-    ):
-        call.args = call.args[0], [mask]
+    read, mask = (node.all_input_nodes[0] for node in (call, found))
+    value, chosen = read.meta["val"], mask.meta["val"]
+    dims, behind = range(chosen.dim()), program.calls[program.calls.index(found) :]
+    forms = [(k,) for k in dims], [(1, k) for k in dims], [(1,)][: 2 - len(dims)]
+    is_mask = chosen.dtype is torch.bool and chosen.shape == value.shape[: len(dims)]
+    is_changed = any(storage(t) == storage(mask) for node in behind for t in written(node))
+    if is_mask and not is_changed and [place.args[1:] for place in places] in forms:
+        call.args = read, [mask]
 
 
 def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:

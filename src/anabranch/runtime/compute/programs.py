@@ -88,8 +88,8 @@ class StagePrograms:
         if self.options.backend is None or self.options.is_replayed:
             call = fast_call(module)
         else:
-            names = changed_state(self.captured.programs.example, ())
-            call = _compiled(module, names, self.options.backend)
+            changed = changed_state(self.captured.programs.example, ())
+            call = _compiled(module, changed, self.options.backend)
         if self.options.is_replayed and not drawn:
             written = written_state(self.captured, program.module)
             call = ReplayedCall(call, program.module, written)
