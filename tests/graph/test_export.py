@@ -169,6 +169,22 @@ class Clipped(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0] + grads[1], None, None, None
 
 
+class Größe(Tripled):
+    """A name that operators cannot have."""
+
+
+class Kept(torch.autograd.Function):
+    """Another result for whole numbers than for others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: tuple[float, ...]) -> torch.Tensor:
+        return x * (2 if isinstance(by[0], int) else 3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
 def test_a_custom_gradient_is_kept() -> None:
     """As one operator, also where ``apply`` was bound before; the tracer would take the derivative
     of the forward. Afterwards functions work as before.
@@ -176,10 +192,12 @@ def test_a_custom_gradient_is_kept() -> None:
 
     def body(_: Net, h: torch.Tensor) -> torch.Tensor:
         x, y = Clipped.apply(triple(h), 0.5, h.shape[1], (0, 1))  # type: ignore[no-untyped-call]
-        return Tripled.apply(x + y)  # type: ignore[no-untyped-call, no-any-return]
+        z = Kept.apply(Kept.apply(Größe.apply(x + y), (1,)), (1.0,))  # type: ignore[no-untyped-call]
+        return Tripled.apply(z)  # type: ignore[no-untyped-call, no-any-return]
 
     captured = capture(Net(body), batch())
-    assert captured.foreign == ("autograd_function::Tripled", "autograd_function::Clipped")
+    names = [name.removeprefix("autograd_function::") for name in captured.foreign]
+    assert names == ["Tripled", "Clipped", "Gr__e", "Kept", "Kept_2"]
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
     assert Tripled.apply(torch.ones(1)).item() == 2.0
 

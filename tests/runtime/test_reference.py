@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from anabranch.errors import TrainingError
+from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.reference import reference
 from tests.runtime.small import batch, built, slices
 
@@ -38,3 +41,20 @@ def test_the_batch_comes_to_the_model() -> None:
     assert found.loss == expected.loss
     for name, gradient in expected.gradients.items():
         assert torch.equal(found.gradients[name], gradient)
+
+
+class Viewed(nn.Module):
+    """A view that needs contiguous labels."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() - y.view(-1).sum()
+
+
+def test_a_module_that_fails_by_itself_is_told_where() -> None:
+    """A capture makes a copy of what is not contiguous, where torch has no view."""
+    labels = {"x": torch.ones(4, 2), "y": torch.ones(2, 4).t()}
+    with (
+        NoDropout(),
+        pytest.raises(TrainingError, match=r"Viewed .* 4 samples .*test_reference.py:\d+"),
+    ):
+        reference(Viewed(), labels, [(0, 4)])

@@ -38,7 +38,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
         dict.fromkeys(
             source.name
             for call, source in program.writes_to(BUFFER, PARAMETER)
-            if source.name.rpartition(".")[0] not in norms
+            if not {frame(call), source.name.rpartition(".")[0]} <= norms
             and call not in whole
             and not is_bounding(call)
         )

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name, has_classes, inputs_of, tensor
-from anabranch.graph.flat_program import FlatProgram, insert, tensors
+from anabranch.graph.flat_program import FlatProgram, insert, storage, tensors, written
 from anabranch.graph.operations import BY_CLASS, REDUCED, words
 
 _aten = torch.ops.aten
@@ -22,6 +22,7 @@ _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _BY_ROW = words("cosine_embedding_loss triplet_margin_loss")
 _NOT_SUMMED = BY_CLASS | words("ctc_loss multi_margin_loss multilabel_margin_loss")
 """Losses whose mean is no sum over a count, or whose sum over nothing is undefined in PyTorch."""
+_FOUND, _PLACES = words("where nonzero nonzero_numpy"), words("getitem select squeeze")
 _MEAN, _SUM = 1, 2
 
 
@@ -29,6 +30,9 @@ def counted_means(program: FlatProgram) -> FlatProgram:
     """The same program, in which a mean over the classes that are not ignored, or over the entries
     that a mask chooses, is a sum over a count of them.
     """
+    for node in program.calls:
+        _choose_by_mask(program, node)
+    program.drop_dead()
     for node in program.calls:
         name, options, read = base_name(node), arguments(node), node.all_input_nodes
         if name == "div" and len(read) == 2 and base_name(read[1]) == "sym_size":
@@ -49,6 +53,24 @@ def counted_means(program: FlatProgram) -> FlatProgram:
             node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
             program.graph.erase_node(node)
     return program
+
+
+def _choose_by_mask(program: FlatProgram, call: fx.Node) -> None:
+    """Have ``x[torch.where(mask)]`` and ``x[mask.nonzero()[:, 0]]`` read ``x[mask]``: the same."""
+    places: Any = call.args[1] if call.target is _aten.index.Tensor else [None]
+    if any(place is None or base_name(place) not in _PLACES for place in places):
+        return
+    of = {source for place in places for source in place.all_input_nodes}
+    if len(of) > 1 or base_name(found := of.pop()) not in _FOUND or len(found.args) > 1:
+        return
+    read, mask = (node.all_input_nodes[0] for node in (call, found))
+    value, chosen = read.meta["val"], mask.meta["val"]
+    dims, behind = range(chosen.dim()), program.calls[program.calls.index(found) :]
+    forms = [(k,) for k in dims], [(1, k) for k in dims], [(1,)][: 2 - len(dims)]
+    is_mask = chosen.dtype is torch.bool and chosen.shape == value.shape[: len(dims)]
+    is_changed = any(storage(t) == storage(mask) for node in behind for t in written(node))
+    if is_mask and not is_changed and [place.args[1:] for place in places] in forms:
+        call.args = read, [mask]
 
 
 def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:

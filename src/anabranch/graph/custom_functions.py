@@ -8,8 +8,9 @@ operator of a library the class is one call, which runs its forward and backward
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ _TYPES: dict[str, Any] = {"Tensor": torch.Tensor, "SymInt": int | torch.SymInt, 
 _FIXED = (bool, str, type(None), torch.dtype, torch.device)
 """Types of arguments of which each value has an operator of its own."""
 
-_names: Counter[str] = Counter()
 _operators: dict[Any, Callable[..., Any]] = {}
 
 
@@ -62,9 +62,9 @@ def operator_of(
         by_place = fixed | dict(zip(places, values, strict=True))
         return run(*(by_place[i] for i in range(len(by_place))))
 
-    name = function.__name__
-    _names[name] += 1
-    name += f"_{_names[name]}" * (_names[name] > 1)
+    plain = re.sub(r"\W", "_", function.__name__, flags=re.ASCII)
+    names = (plain + f"_{i}" * (i > 1) for i in count(1))
+    name = next(n for n in names if not hasattr(torch.ops.autograd_function, n))
     returns = ", ".join("Tensor" for _ in outputs)
     schema = ", ".join(f"{kind} x{i}" for i, kind in zip(places, types, strict=True))
     _LIBRARY.define(f"{name}({schema}) -> " + (f"({returns})" if results is outputs else returns))

@@ -299,7 +299,8 @@ def _refused_work(place: str, call: fx.Node, how: str) -> CaptureError:
 
 
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("graph", "runtime"))
 
 
 def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
@@ -308,7 +309,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     for frame in stack:
         name = os.path.abspath(frame.filename)
         library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((tracing.TORCH, _OURS)) or frame.filename.startswith("<"):
+        if library or name.startswith((tracing.TORCH, *_OURS)) or frame.filename.startswith("<"):
             continue
         place = f"{frame.filename}:{frame.lineno}"
         if frame.line:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.operations import BATCH_NORMS
@@ -247,7 +246,8 @@ def gradient_strides(
     program: FlatProgram, nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[int, ...]]:
     """Strides of the gradients that values have in one process, by a backward of fake tensors; as
-    the value's own where there is no gradient, or sizes depend on the data and a backward on them.
+    the value's own where there is no gradient, or no backward: on sizes that depend on the data, or
+    where the forward changes state that the backward reads.
     """
     if not nodes:
         return {}
@@ -255,8 +255,7 @@ def gradient_strides(
     values = [(n.all_input_nodes[0] if UNFOLDS in n.meta else n).meta["val"] for n in nodes]
     loss = program.outputs[0].meta["val"]
     gradients: Sequence[torch.Tensor | None] = [None] * len(values)
-    unknown = free_unbacked_symbols([v.shape for call in program.calls for v in tensors(call)])
-    with contextlib.suppress(*[RuntimeError] if unknown else []):
+    with contextlib.suppress(RuntimeError):
         gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
     strides = {}
     for node, value, gradient in zip(nodes, values, gradients, strict=True):

@@ -11,6 +11,7 @@ order, each loss weighted by its samples, unless it is a sum::
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.data.packed import call_module
-from anabranch.errors import TrainingError
+from anabranch.errors import AnabranchError, TrainingError
+from anabranch.graph.export import user_frame
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.returned_loss import scalars
 from anabranch.graph.reverted import unchanged_buffers, without_gradients
@@ -58,9 +60,18 @@ def _moved(batch: Batch, place: torch.device) -> Batch:
 
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss and the metrics of a module on a batch."""
-    with in_one_process():
-        return scalars(call_module(module, batch))
+    """The loss and the metrics of a module on a batch; TrainingError if it fails by itself."""
+    try:
+        with in_one_process():
+            return scalars(call_module(module, batch))
+    except (AnabranchError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"{type(module).__name__} fails in one process too, called with {num_samples(batch)} "
+            f"samples of the batch: correct {user_frame(traceback.extract_tb(error.__traceback__))}"
+            f", which raised {type(error).__name__}: {error}"
+        ) from error
 
 
 Weights = Callable[[int, int], Mapping[str, float]]

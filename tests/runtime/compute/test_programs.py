@@ -64,6 +64,42 @@ def test_the_default_backend_generates_code() -> None:
     same(compiled, step(model, chosen, leaves))
 
 
+class Followed(nn.Module):
+    """Gradients go through a buffer that the forward assigns, and a frozen layer that it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = self.body(x).tanh() * self.mean
+        self.mean = 0.5 * self.mean + 0.5 * h.detach().mean(0)
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.body.weight, 0.5)
+        return nn.functional.cross_entropy(self.head(h), label) + (h - self.teacher(x)).abs().mean()
+
+
+def test_state_that_the_forward_changes_is_not_read_again() -> None:
+    """Backwards of torch.compile read it when it has changed; recordings leave it as it was; exact
+    order is found without a backward in advance.
+    """
+    leaves = {name: leaf for name, leaf in batch(8).items() if name != "word"}
+    module = Followed()
+    model = Built(capture(module, leaves), Workload(module, leaves))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    chosen, results = plan(model, 2, batch_size=8), []
+    replayed = ComputeOptions(compile="cudagraphs")
+    for options, exact in ((PLAIN, False), (PLAIN, True), (AOT, False), (replayed, False)):
+        loss, gradients = step(model, chosen, leaves, options, exact=exact)
+        after = {name: value.clone() for name, value in module.state_dict().items()}
+        results.append((loss, gradients | {f"state {name}": t for name, t in after.items()}))
+        same(results[-1], results[0])
+        module.load_state_dict(before)
+
+
 def test_compiled_stages_keep_running_means() -> None:
     """Buffers change once per micro-batch, also with recomputation."""
     model = built("Norm")

@@ -8,16 +8,20 @@ Made once per stage and number of samples, and kept for all batch sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from anabranch.errors import TrainingError
+from anabranch.graph.changed_state import changed_state
 from anabranch.graph.opgraph_builder import make_sparse
+from anabranch.graph.reverted import put, written_state
 from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.bindings import fast_call
@@ -84,11 +88,11 @@ class StagePrograms:
         if self.options.backend is None or self.options.is_replayed:
             call = fast_call(module)
         else:
-            call = torch.compile(
-                module, backend=self.options.backend, fullgraph=True, dynamic=False
-            )
+            changed = changed_state(self.captured.programs.example, ())
+            call = _compiled(module, changed, self.options.backend)
         if self.options.is_replayed and not drawn:
-            call = ReplayedCall(call, program.module)
+            written = written_state(self.captured, program.module)
+            call = ReplayedCall(call, program.module, written)
         return StageCall(program, call, rewritten is not None, drawn, notes)
 
     def compiling(self, stage: int) -> AbstractContextManager[None]:
@@ -106,6 +110,33 @@ class StagePrograms:
                 f"{type(error).__name__}: {text[:300]}; choose another backend "
                 '("aot_eager" needs no compiler), or leave compile out'
             ) from error
+
+
+def _compiled(
+    module: nn.Module, names: Collection[str], backend: str
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A compiled stage. State of these names goes through as values and is written behind it: a
+    compiled backward computes again what it needs of state, even if that has changed.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    state = {name: tensor for name, tensor in named if name in names}
+
+    def changed(before: dict[str, Tensor], *args: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        after = {name: value.clone() for name, value in before.items()}
+        return torch.func.functional_call(module, after, args), after
+
+    compiled = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
+    if not state:
+        return compiled(module)
+    call = compiled(changed)
+
+    def called(*args: Tensor) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...]
+        results, after = call({n: tensor.detach().clone() for n, tensor in state.items()}, *args)
+        put(list(state.values()), [after[name] for name in state])
+        return results
+
+    return called
 
 
 def with_sparse_lookups(module: fx.GraphModule) -> fx.GraphModule:

@@ -11,7 +11,7 @@ Where graphs cannot be recorded, as on a CPU, the passes are run again in their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,13 @@ class ReplayedCall:
 
     Args:
         call: takes tensors, and reads the parameters of ``module``.
+        written: parameters that it changes.
     """
 
-    def __init__(self, call: Callable[..., Outputs], module: nn.Module) -> None:
-        self._call, self._module = call, module
+    def __init__(
+        self, call: Callable[..., Outputs], module: nn.Module, written: Iterable[Tensor] = ()
+    ) -> None:
+        self._call, self._module, self._state = call, module, [*module.buffers(), *written]
         self._free: list[_RecordedPasses] = []
         self.num_slots, self.reserve = 0, 1
 
@@ -42,7 +45,8 @@ class ReplayedCall:
         if not torch.is_grad_enabled():
             return self._call(*args)
         while not self._free or self.num_slots < self.reserve:
-            self._free.append(_RecordedPasses(self._call, self._module, args))
+            with unchanged(self._state):
+                self._free.append(_RecordedPasses(self._call, self._module, args))
             self.num_slots += 1
         slot = self._free.pop()
         outputs: Outputs = _Replay.apply(slot, self._free, *args, *slot.parameters)  # type: ignore[no-untyped-call]
@@ -58,15 +62,14 @@ class _RecordedPasses:
         self.inputs = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._call, place = call, self.inputs[0].device
-        with unchanged(list(module.buffers())):
-            with accelerator.beside(place):
-                for _ in range(3):  # in which libraries set themselves up
-                    self.outputs = self._forward()
-                    self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
-                    self._backward()
-            self.forward = accelerator.recorded(self._forward, place)
-            self.outputs = self.forward()
-            self.backward = accelerator.recorded(self._backward, place)
+        with accelerator.beside(place):
+            for _ in range(3):  # in which libraries set themselves up
+                self.outputs = self._forward()
+                self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
+                self._backward()
+        self.forward = accelerator.recorded(self._forward, place)
+        self.outputs = self.forward()
+        self.backward = accelerator.recorded(self._backward, place)
 
     def _forward(self) -> Outputs:
         with torch.enable_grad():
