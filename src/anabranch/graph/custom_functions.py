@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIBRARY: Any = torch.library.Library("autograd_function", "DEF")  # type: ignore[no-untyped-call]
 _TYPES: dict[str, Any] = {"Tensor": torch.Tensor, "SymInt": int | torch.SymInt, "float": float}
@@ -29,12 +30,22 @@ def _is_fixed(value: Any) -> bool:
     return are_numbers or isinstance(value, _FIXED)
 
 
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches for calls that draw random numbers, which ``numerics.random_ops`` has to see."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 def operator_of(
     function: Any, arguments: tuple[Any, ...], run: Callable[..., Any]
 ) -> Callable[..., Any] | None:
     """Return a callable that runs a class of functions as an operator; None if it cannot be one: it
-    takes or returns something else than tensors and numbers, writes to tensors that it takes, or
-    needs their values.
+    takes or returns something else than tensors and numbers, writes to tensors that it takes, needs
+    their values, or draws random numbers.
 
     Args:
         run: ``apply`` of the class itself.
@@ -47,14 +58,15 @@ def operator_of(
         return _operators.get(key)
     tensors = [value for value in passed if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in tensors]
+    draws = _Draws()  # type: ignore[no-untyped-call]
     try:
-        with disable_proxy_modes_tracing():
+        with disable_proxy_modes_tracing(), draws:
             results = run(*arguments)
     except Exception:  # such as kernels that read memory, which tensors of a trace lack
         return None
     outputs = results if isinstance(results, tuple) else (results,)
     is_own = [isinstance(r, torch.Tensor) and all(r is not t for t in tensors) for r in outputs]
-    if not all(is_own) or before != [tensor._version for tensor in tensors]:
+    if draws.seen or not all(is_own) or before != [tensor._version for tensor in tensors]:
         return None
     places = [i for i in range(len(arguments)) if i not in fixed]
 

@@ -223,9 +223,10 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         raise CaptureError(
             f"{user_frame(traceback.extract_stack())} calls {cls.__name__}.apply, an "
             "autograd.Function that takes or returns more than tensors and numbers, changes them "
-            "in place or needs their values: tracing sees its forward only, and its backward would "
-            "silently be replaced by that of the forward's operations; write it with tensor "
-            "operations, or as torch.library.custom_op with register_autograd"
+            "in place, needs their values or draws random numbers: tracing sees its forward only, "
+            "and its backward would silently be replaced by that of the forward's operations; "
+            "write it with tensor operations, or as torch.library.custom_op with register_autograd "
+            "(random numbers as an argument)"
         )
 
     def without_reentrant(*args: Any, **kwargs: Any) -> Any:
