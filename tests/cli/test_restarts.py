@@ -120,6 +120,17 @@ def test_only_ranks_that_fail_are_started_again(training: TrainingSettings):
         attempts.append(0)
         raise DataError("no samples")
 
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"samples; \S+/step-53 is left: .* --steps 87"):
         train_with_restarts(is_bad, replace(training, max_restarts=2), said.append)
     assert attempts[3:] == [0]
+
+
+def test_an_error_before_the_first_new_checkpoint_names_none(training: TrainingSettings):
+    """The checkpoint that the run began with is where the user is already."""
+
+    def is_bad(_: TrainingSettings) -> None:
+        raise DataError("no samples")
+
+    saved(training.save, 40)
+    with pytest.raises(DataError, match=r"^no samples$"):
+        train_with_restarts(is_bad, training, [].append)

@@ -18,7 +18,7 @@ from anabranch.cli.job import Job
 from anabranch.cli.output import note
 from anabranch.cli.run_results import how_after_failure
 from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
-from anabranch.errors import StageFailedError, TrainingError
+from anabranch.errors import AnabranchError, StageFailedError, TrainingError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,17 +161,18 @@ def train_with_restarts(
         The run, whose losses are those of the last attempt, and what that was asked for.
 
     Raises:
-        StageFailedError: the last failure.
+        AnabranchError: the last failure, with the way on.
     """
     first, attempt = first_step(training), training
     for restarts in count():
         try:
             return replace(train(attempt), restarts=restarts), attempt
-        except StageFailedError as failure:
-            if restarts == training.max_restarts:
+        except AnabranchError as failure:
+            failed = isinstance(failure, StageFailedError)
+            if not failed or restarts == training.max_restarts:
                 # An error of the user's code, which has a traceback, would come again.
-                is_death = not getattr(failure, "__notes__", ())
-                if is_death and (how := how_after_failure(training, first, out)):
+                is_death = failed and not getattr(failure, "__notes__", ())
+                if how := how_after_failure(training, first, out, is_death=is_death):
                     failure.args = (f"{failure}; {how}",)
                 raise
             try:

@@ -186,12 +186,15 @@ def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
     return f"{text}; to go on, {_same_command(training, save, done, out)}"
 
 
-def how_after_failure(training: TrainingSettings, first: int, out: Path | None) -> str:
-    """The way on after a run whose ranks have failed, or the options that would have had one.
+def how_after_failure(
+    training: TrainingSettings, first: int, out: Path | None, *, is_death: bool
+) -> str:
+    """The way on after a run that has failed, or the options that would have had one.
 
     Args:
         first: steps that were done before the run.
         out: as the user wrote it.
+        is_death: a rank died; any other error comes again, so only new checkpoints are named.
     """
     from anabranch.checkpoint import Checkpoint
 
@@ -200,8 +203,9 @@ def how_after_failure(training: TrainingSettings, first: int, out: Path | None) 
         done = Checkpoint(last).progress.step - first
         if done == training.last_step:
             return f"{last} is left, and has all steps"
-        return f"{last} is left: to go on, {_same_command(training, save, done, out)}"
-    if training.max_restarts or training.survive:
+        if done or is_death:
+            return f"{last} is left: to go on, {_same_command(training, save, done, out)}"
+    if training.max_restarts or training.survive or not is_death:
         return ""
     return (
         "there is no checkpoint to go on from; --save FOLDER --save-every 10m keeps some, for "

@@ -18,7 +18,7 @@ from anabranch.runtime.reference import ROUNDING, Reference, largest_distance
 
 SLICES, WHOLE = "the module on the same micro-batches", "the module on the whole batch"
 CAPTURED = "the captured model, which draws the same random numbers"
-SAME_STAGES = "the captured model, whose batch normalisation has the same micro-batches"
+SAME_STAGES = "the captured model, whose stages have the same micro-batches"
 
 
 @dataclass(frozen=True)
