@@ -133,6 +133,6 @@ def test_only_ranks_that_fail_are_started_again(training: TrainingSettings):
         attempts.append(0)
         raise DataError("no samples")
 
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"samples; \S+/step-53 is left: .* --steps 87"):
         train_with_restarts(is_bad, replace(training, max_restarts=2), said.append)
     assert attempts[3:] == [0]

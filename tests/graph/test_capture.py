@@ -58,6 +58,17 @@ def test_meta_module_can_be_captured() -> None:
     assert captured.graph.parameter_bytes["module.0.weight"] == 4 * 10**10
 
 
+def test_meta_module_may_make_tensors_without_naming_a_device() -> None:
+    """Timesteps and labels made on the CPU, which a data-sheet estimate needs elsewhere."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return torch.cat([h[:, :7] * torch.arange(7.0), torch.zeros(len(h), 1)], 1)
+
+    graphs = [capture(Net(body).to(place), batch(4)).graph for place in ("cpu", "meta")]
+    here, meta = ([op.name for op in graph.ops] for graph in graphs)
+    assert here == meta
+
+
 class MeanOf(nn.Module):
     """The mean of another module's output is the loss."""
 

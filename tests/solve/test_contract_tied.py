@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InfeasiblePlanError
-from anabranch.solve.contract_tied import contract_tied
+from anabranch.graph.opgraph import Parameter
+from anabranch.solve.contract_tied import because, contract_tied
 from tests.simulator.helpers import chain, cluster, cost_model
 from tests.solve.helpers import asynchronous
 
@@ -47,6 +48,20 @@ def test_frozen_parameters_tie_nothing():
     profile = replace(profile, graph=replace(profile.graph, parameters=frozen))
     assert profile.graph.tied == {}
     assert contract_tied(profile).profile is profile
+
+
+def test_reasons_are_few_however_many_parameters_are_tied():
+    """A teacher that follows its student ties every weight and bias of every layer."""
+    profile = model((), 10, (0, 1)).profile
+    layers = [(f"{layer}.weight", f"{layer}.bias") for layer in range(5) for _ in range(2)]
+    ops = tuple(
+        replace(op, parameters=names) for op, names in zip(profile.graph.ops, layers, strict=True)
+    )
+    parameters = tuple(Parameter(name, 4) for names in layers[::2] for name in names)
+    graph = replace(profile.graph, ops=ops, parameters=parameters)
+    reason = because(contract_tied(replace(profile, graph=graph)))
+    assert reason.startswith("op0 and op1 read parameters 0.weight, 0.bias and are in one stage; ")
+    assert reason.endswith("2.bias and are in one stage; 2 more groups likewise")
 
 
 @pytest.mark.parametrize("planner", ["graphpipe", "pipedream", "sequential", "dapple", "piper"])

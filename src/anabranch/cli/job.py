@@ -18,7 +18,7 @@ from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.device.kinds import CPU, kind_of
-from anabranch.errors import AnabranchError
+from anabranch.errors import AnabranchError, SearchStoppedError
 from anabranch.graph.opgraph import ModelSize
 from anabranch.remembered import remembered
 
@@ -115,6 +115,9 @@ class Job:
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own, and ``options``
         such as ``max_replicas`` as of ``solve.plan``.
+
+        Raises:
+            SearchStoppedError: if Ctrl-C ended the search.
         """
         from anabranch.runtime.optimizer_facts import optimizer_of
         from anabranch.solve import plan
@@ -138,6 +141,11 @@ class Job:
             optimizer=optimizer_of(self.workload) if mode == "async" else None,
             **self.search_options,
         )
+        if best_plan.interrupted:
+            raise SearchStoppedError(
+                f"interrupted while {self.source.model} was planned, so nothing runs; anabranch "
+                "plan -o FILE keeps the best plan until then, for --plan"
+            )
         return replace(best_plan, options=self.source.recorded())
 
     def predicted(self, plan: Plan) -> Plan:

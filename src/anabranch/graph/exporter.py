@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.export import ModuleCallSignature
 from torch.export.graph_signature import TensorArgument
 
@@ -128,8 +129,15 @@ class Exporter:
     ) -> torch.export.ExportedProgram:
         leaves, options = self.layout.resized(samples, self.device), options | {"dynamic": dynamic}
         mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
+        trace = partial(export, self._wrapped, leaves, self.reads, works_with=works_with, **options)
         with mode, in_one_process(), place:
-            return export(self._wrapped, leaves, self.reads, works_with=works_with, **options)
+            try:
+                return trace()
+            except CaptureError as error:
+                if not isinstance(error.__cause__, FakeTensorDeviceMismatchError):
+                    raise
+            with self.device:  # a forward that makes tensors without naming a device, on the CPU
+                return trace()
 
     @remembered
     def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:

@@ -15,6 +15,7 @@ Every stage graph that may run asynchronously is one of the smaller model, at th
 
 from __future__ import annotations
 
+from anabranch.errors import some
 from anabranch.plans.contraction import Contracted, contract
 from anabranch.profile.profile import Profile
 
@@ -27,13 +28,17 @@ def contract_tied(profile: Profile) -> Contracted:
 def because(contracted: Contracted) -> str:
     """Sentence on the parameters that keep operators in one stage; empty if none does."""
     several = [mask for mask in contracted.masks if mask.bit_count() > 1]
-    sentences = []
+    parameters: dict[int, list[str]] = {}
     for name, mask in contracted.whole.graph.tied.items():
+        parameters.setdefault(mask, []).append(name)
+    sentences = []
+    for mask, names in parameters.items():
         around = next(part for part in several if part & mask)
         others = around.bit_count() - mask.bit_count()
         between = f" with the {others} operators around them" if others else ""
         sentences.append(
-            f"{' and '.join(contracted.whole.graph.names(mask))} read parameter {name} and are in "
-            f"one stage{between}"
+            f"{' and '.join(contracted.whole.graph.names(mask))} read "
+            f"parameter{'s' * (len(names) > 1)} {some(names)} and are in one stage{between}"
         )
-    return "; ".join(sentences)
+    rest = [f"{len(sentences) - 3} more groups likewise"] if len(sentences) > 4 else []
+    return "; ".join([*sentences[: 3 if rest else 4], *rest])

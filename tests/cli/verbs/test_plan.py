@@ -280,6 +280,14 @@ def test_a_plan_interrupted_at_once_is_an_error(run, write_chain, monkeypatch):
     assert "SearchStoppedError: interrupted before planner auto had proposed a plan" in err
 
 
+def test_nothing_is_trained_by_an_interrupted_plan(run, monkeypatch):
+    """Ctrl-C ends the command, and no long run begins by the first plan that came to hand."""
+    monkeypatch.setitem(planners.PLANNERS, "auto", lambda **_: Interrupted(True))
+    code, out, err = run("train", TOWERS, "--devices", "2", "--batch-size", "4", "--steps", "2")
+    assert (code, out) == (130, "")
+    assert f"interrupted while {TOWERS} was planned, so nothing runs" in err
+
+
 def test_operators_that_take_no_time(run, write_chain):
     """No figure is divided by a step of zero seconds, in plan, compare or simulate."""
     arguments = write_chain(0.0, 0.0, devices=1)
