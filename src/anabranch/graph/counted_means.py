@@ -22,7 +22,7 @@ _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _BY_ROW = words("cosine_embedding_loss triplet_margin_loss")
 _NOT_SUMMED = BY_CLASS | words("ctc_loss multi_margin_loss multilabel_margin_loss")
 """Losses whose mean is no sum over a count, or whose sum over nothing is undefined in PyTorch."""
-_FOUND, _PLACES = words("where nonzero nonzero_numpy"), words("getitem select squeeze")
+_LOOKS, _PLACES = words("where nonzero nonzero_numpy"), words("getitem select squeeze")
 _MEAN, _SUM = 1, 2
 
 
@@ -60,12 +60,12 @@ def _choose_by_mask(program: FlatProgram, call: fx.Node) -> None:
     places: Any = call.args[1] if call.target is _aten.index.Tensor else [None]
     if any(place is None or base_name(place) not in _PLACES for place in places):
         return
-    of = {source for place in places for source in place.all_input_nodes}
-    if len(of) > 1 or base_name(found := of.pop()) not in _FOUND or len(found.args) > 1:
+    sources = {source for place in places for source in place.all_input_nodes}
+    if len(sources) > 1 or base_name(look := sources.pop()) not in _LOOKS or len(look.args) > 1:
         return
-    read, mask = (node.all_input_nodes[0] for node in (call, found))
+    read, mask = (node.all_input_nodes[0] for node in (call, look))
     value, chosen = read.meta["val"], mask.meta["val"]
-    dims, behind = range(chosen.dim()), program.calls[program.calls.index(found) :]
+    dims, behind = range(chosen.dim()), program.calls[program.calls.index(look) :]
     forms = [(k,) for k in dims], [(1, k) for k in dims], [(1,)][: 2 - len(dims)]
     is_mask = chosen.dtype is torch.bool and chosen.shape == value.shape[: len(dims)]
     is_changed = any(storage(t) == storage(mask) for node in behind for t in written(node))

@@ -29,7 +29,7 @@ def changing_state(captured: Captured) -> list[Tensor]:
 
 
 def _writable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those in which no memory is that of several elements, which cannot be written to."""
+    """Tensors without memory that several elements share, which cannot be written to."""
     shapes = ((t, zip(t.shape, t.stride(), strict=True)) for t in tensors)
     return [t for t, sizes in shapes if not any(n > 1 and not s for n, s in sizes)]
 
