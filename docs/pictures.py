@@ -142,11 +142,14 @@ def bars(title: str, groups: Mapping[str, Sequence[Row]], legend: Mapping[str, s
     return drawing.svg()
 
 
-def measured(group: str) -> dict[str, dict[str, float]]:
-    """Case -> planner -> seconds of its step, of the benchmark of planners."""
+def measured() -> dict[str, dict[str, float]]:
+    """Case -> planner -> seconds of its step, of the benchmark of planners.
+
+    A case may be of several groups, and a row has the one for which it was measured last.
+    """
     steps: dict[str, dict[str, float]] = {}
     for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
-        if row["group"] == group and row.get("step_s"):
+        if row.get("step_s"):
             steps.setdefault(row["case"], {})[row["planner"]] = row["step_s"]
     return steps
 
@@ -156,7 +159,7 @@ def planners() -> str:
     names = {"data-parallel", "even", "pipedream", "dapple", "sequential", "chain", "graphpipe"}
     groups = {}
     for case in ("dlrm on summit:4x4, batch 1024", "candle-uno on summit:4x4, batch 16384"):
-        steps = {p: s for p, s in measured("models")[case].items() if p in names | {"auto"}}
+        steps = {p: s for p, s in measured()[case].items() if p in names | {"auto"}}
         groups[case] = [
             (planner, [("f" if planner == "auto" else "hf", seconds)], f"{seconds * 1e3:.0f} ms")
             for planner, seconds in sorted(steps.items(), key=lambda item: item[1])
@@ -166,7 +169,7 @@ def planners() -> str:
 
 def winners() -> str:
     """Who wins where: batch and devices against the kind of the best plan."""
-    steps = measured("map")
+    steps = measured()
     devices = (4, 8, 16, 32, 64, 128, 256)
     models = {"mmt": (64, 512), "dlrm": (256, 2048), "candle-uno": (4096, 32768)}
     left, top, cell, tall = 190.0, 62.0, 112.0, 40.0

@@ -31,7 +31,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches for calls that draw random numbers, which ``numerics.random_ops`` has to see."""
+    """Watches for calls that draw random numbers, which have to be calls of the program."""
 
     seen = False
 

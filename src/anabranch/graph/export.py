@@ -219,7 +219,7 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         if are_traced and (operator := operator_of(cls, args, plain_apply)):
             return operator(*args)
         if not are_traced:
-            raise NotImplementedError  # what the trace met is told instead
+            raise NotImplementedError  # the error of an earlier trace names the line
         raise CaptureError(
             f"{user_frame(traceback.extract_stack())} calls {cls.__name__}.apply, an "
             "autograd.Function that takes or returns more than tensors and numbers, changes them "
