@@ -22,7 +22,13 @@ Layer = StrEnum("Layer", ["thin", "thick"])
 
 @dataclass(frozen=True)
 class Paint:
-    """Settings of one subject."""
+    """Settings of one subject.
+
+    Attributes:
+        name: Thing that is painted.
+        coats: How often it is painted, each time
+            when it is dry.
+    """
 
     name: Annotated[str, typer.Argument()]
     colour: Annotated[Literal["red", "blue"], typer.Option("--color")] = "red"
@@ -32,7 +38,11 @@ class Paint:
 
 @spread
 def paint(paint: Paint, dry: Annotated[bool, typer.Option("--dry")] = False) -> None:
-    """Paint something."""
+    """Paint something.
+
+    Args:
+        dry: Only say so.
+    """
     typer.echo(f"{paint} {dry}")
 
 
@@ -49,6 +59,14 @@ def test_every_field_is_an_option():
     layers = ["thin", "thick"]
     assert said == f"{Paint('fence', 'blue', layers, 1)} True\n"
     assert "Paint(name='fence', colour='red'" in call("fence")
+
+
+def test_help_is_that_of_the_docstrings():
+    """Of settings and of the verb, whose own help ends before its arguments."""
+    said = " ".join(call("--help").replace("│", " ").split())
+    for text in ("Thing that is painted.", "each time when it is dry.", "Only say so."):
+        assert text in said
+    assert paint.__doc__ == "Paint something."
 
 
 def test_a_choice_that_does_not_exist_is_refused():

@@ -57,16 +57,6 @@ def _writable_output(values: list[str] | None) -> list[str] | None:
     return values
 
 
-Rewrites = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|none|NAME[,NAME]",
-        help="Cut products or tables of the model into branches that a plan can put apart: "
-        "join-split, tensor-split, table-split, table-row-split (=PARTS, @PARAMETER). auto: those "
-        "that make the step shorter by 2 %.",
-    ),
-]
-
 NamedRewrites = Annotated[
     str | None,
     typer.Option(
@@ -82,15 +72,6 @@ Device = Annotated[
     typer.Option(
         help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate "
         "[default: the cluster's]."
-    ),
-]
-RunsOn = Annotated[
-    DeviceName,
-    typer.Option(
-        "--device",
-        help="Where stages are computed. On GPUs each rank takes that of its LOCAL_RANK "
-        "(torchrun sets it, local ranks have it too), in turn where ranks outnumber GPUs, and "
-        "moves only its own stages there; without --plan, operators are measured on a GPU.",
     ),
 ]
 Schedule = Annotated[
@@ -110,12 +91,6 @@ MicrobatchSize = Annotated[
 ]
 MaxReplicas = Annotated[
     int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
-]
-Policy = Annotated[
-    PolicyName | None,
-    typer.Option(
-        help="With --mode async: which weights forwards and backwards read [default: auto]."
-    ),
 ]
 OtherPolicy = Annotated[
     PolicyName | None,
@@ -158,21 +133,18 @@ RunFolder = Annotated[
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """MODEL, what it is built with, and the file that a verb writes."""
+    """MODEL, what it is built with, and the file that a verb writes.
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Built-in name, package.module:function, or for planning a profile file.",
-        ),
-    ]
+    Attributes:
+        model: Built-in name, package.module:function, or for planning a profile file.
+        preset: Size of a built-in model: as published, or small enough for a CPU.
+        granularity: How coarse operators are.
+    """
+
+    model: Annotated[str, typer.Argument(metavar="MODEL")]
     output: Output = None
-    preset: Annotated[
-        Preset,
-        typer.Option(help="Size of a built-in model: as published, or small enough for a CPU."),
-    ] = "published"
-    granularity: Annotated[Granularity, typer.Option(help="How coarse operators are.")] = "layer"
+    preset: Preset = "published"
+    granularity: Granularity = "layer"
 
     @property
     def source(self) -> ModelSource:
@@ -188,16 +160,15 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class EstimatedModelSettings(ModelSettings):
-    """As ``ModelSettings``, of a model whose capture may be kept."""
+    """As ``ModelSettings``, of a model whose capture may be kept.
+
+    Attributes:
+        precision: Time and memory under autocast to bf16 or fp16, in which training by the plan is
+            then [default: fp32, or the profile file's].
+    """
 
     no_cache: NoCache = False
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            help="Time and memory under autocast to bf16 or fp16, in which training by the plan "
-            "is then [default: fp32, or the profile file's]."
-        ),
-    ] = None
+    precision: Precision | None = None
 
     @property
     def source(self) -> ModelSource:
@@ -207,29 +178,30 @@ class EstimatedModelSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class TrainedModelSettings(ModelSettings):
-    """As ``ModelSettings``, of a model that runs here."""
+    """As ``ModelSettings``, of a model that runs here.
 
-    preset: Annotated[
-        Preset, typer.Option(help="Size of a built-in model; small runs on any CPU.")
-    ] = "small"
+    Attributes:
+        preset: Size of a built-in model; small runs on any CPU.
+    """
+
+    preset: Preset = "small"
 
 
 @dataclass(frozen=True)
 class OtherModelSettings:
-    """Another model or cluster than those that a plan was made for."""
+    """Another model or cluster than those that a plan was made for.
 
-    cluster: Annotated[
-        str | None, typer.Option(help="Another cluster than the plan's: a preset or a JSON file.")
-    ] = None
+    Attributes:
+        cluster: Another cluster than the plan's: a preset or a JSON file.
+        preset: Size of a built-in model [default: the plan's, or published].
+        precision: Another autocast than the plan's, or fp32 for none.
+    """
+
+    cluster: str | None = None
     output: Output = None
-    preset: Annotated[
-        Preset | None,
-        typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
-    ] = None
+    preset: Preset | None = None
     no_cache: NoCache = False
-    precision: Annotated[
-        Precision | None, typer.Option(help="Another autocast than the plan's, or fp32 for none.")
-    ] = None
+    precision: Precision | None = None
 
     def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
         """The model that the user names, as in a plan if there is one."""
@@ -260,44 +232,34 @@ class PlannedModelSettings(OtherModelSettings):
 
 @dataclass(frozen=True)
 class PlanningSettings:
-    """A search, but for its planner and weight policy."""
+    """A search, but for its planner and weight policy.
 
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="The devices: local:2 for two ranks of this machine, another preset such as "
-            "summit:8x4, or a JSON file."
-        ),
-    ]
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")]
+    Attributes:
+        cluster: The devices: local:2 for two ranks of this machine, another preset such as
+            summit:8x4, or a JSON file.
+        batch_size: Samples of one step.
+        mode: sync: all stages update together after every step; async: no flush between
+            mini-batches, each stage updates after its own backward.
+        shard_optimizer: Replicas of a stage share its optimizer state [default: where nothing fits
+            without, or the step is shorter].
+        sparse_embeddings: Gradients of embedding tables are the rows that were looked up, in
+            training by this plan as well; otherwise as the model says.
+    """
+
+    cluster: Annotated[str, typer.Option()]
+    batch_size: Annotated[int, typer.Option(min=1)]
     no_calibration: NoCalibration = False
     microbatch_size: MicrobatchSize = None
     schedule: Schedule = "auto"
     max_replicas: MaxReplicas = None
     device: Device = None
-    mode: Annotated[
-        Mode,
-        typer.Option(
-            help="sync: all stages update together after every step; async: no flush between "
-            "mini-batches, each stage updates after its own backward."
-        ),
-    ] = "sync"
+    mode: Mode = "sync"
     optimizer: Optimizer = None
     shard_optimizer: Annotated[
-        bool | None,
-        typer.Option(
-            "--shard-optimizer/--no-shard-optimizer",
-            help="Replicas of a stage share its optimizer state [default: where nothing fits "
-            "without, or the step is shorter].",
-        ),
+        bool | None, typer.Option("--shard-optimizer/--no-shard-optimizer")
     ] = None
     sparse_embeddings: Annotated[
-        bool,
-        typer.Option(
-            "--sparse-embeddings/--no-sparse-embeddings",
-            help="Gradients of embedding tables are the rows that were looked up, in training by "
-            "this plan as well; otherwise as the model says.",
-        ),
+        bool, typer.Option("--sparse-embeddings/--no-sparse-embeddings")
     ] = False
 
     @property
@@ -309,26 +271,23 @@ class PlanningSettings:
 
 @dataclass(frozen=True)
 class LocalPlanSettings:
-    """The plan of local ranks: a file, or what is needed to make one."""
+    """The plan of local ranks: a file, or what is needed to make one.
 
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan", help="A plan file [default: plan for --devices].", callback=refuse_beside_plan
-        ),
-    ] = None
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks, without --plan [default: 2].")
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples of one step, without --plan [default: the DataLoader's, or 32]."
-        ),
-    ] = None
+    Attributes:
+        plan_file: A plan file [default: plan for --devices].
+        devices: Local ranks, without --plan [default: 2].
+        batch_size: Samples of one step, without --plan [default: the DataLoader's, or 32].
+        device: Where stages are computed. On GPUs each rank takes that of its LOCAL_RANK (torchrun
+            sets it, local ranks have it too), in turn where ranks outnumber GPUs, and moves only
+            its own stages there; without --plan, operators are measured on a GPU.
+    """
+
+    plan_file: Annotated[Path | None, typer.Option("--plan", callback=refuse_beside_plan)] = None
+    devices: Annotated[int | None, typer.Option(min=1)] = None
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None
     microbatch_size: MicrobatchSize = None
     schedule: Schedule = "auto"
-    device: RunsOn = "cpu"
+    device: DeviceName = "cpu"
 
     @property
     def num_devices(self) -> int:

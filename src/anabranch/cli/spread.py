@@ -4,16 +4,21 @@ A verb takes settings of a few subjects and what is its own. typer reads one par
 
     def verify(model: ModelSettings, local: LocalPlanSettings, as_json: AsJson)
     --> anabranch verify MODEL --preset ... --granularity ... --plan ... --devices ... --json
+
+Help is read from the docstrings, where the annotation has none: from ``Attributes`` of settings,
+and from ``Args``, the last section, of a verb.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from typer.models import OptionInfo, ParameterInfo
 
@@ -21,6 +26,7 @@ from typer.models import OptionInfo, ParameterInfo
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb as typer reads it, with a parameter for every field of its settings."""
     hints = get_type_hints(verb, include_extras=True)
+    about, helps = _documented(verb, "Args")
     settings: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for name, parameter in inspect.signature(verb).parameters.items():
@@ -32,7 +38,8 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
                 how = {"default": default, "annotation": type_}
                 parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, **how))
         else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+            type_ = _with_help(kind, helps.get(name))
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=type_))
 
     @wraps(verb)
     def call(**options: Any) -> None:
@@ -46,6 +53,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
+    call.__doc__ = about
     return call
 
 
@@ -63,6 +71,26 @@ def options_set(settings: Any) -> dict[str, Any]:
 
 
 def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
-    """The fields of settings, each with its annotation."""
+    """The fields of settings, each with its annotation and help."""
     hints = get_type_hints(kind, include_extras=True)
-    return [(field, hints[field.name]) for field in fields(kind)]
+    helps: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        helps |= _documented(base, "Attributes")[1]
+    return [(f, _with_help(hints[f.name], helps.get(f.name, ""))) for f in fields(kind)]
+
+
+def _with_help(type_: Any, text: str | None) -> Any:
+    """An annotation with the help of an option, if there is a text; its own help goes before."""
+    if text is None:
+        return type_
+    known = [part for part in get_args(type_) if isinstance(part, ParameterInfo)]
+    info = copy.copy(known[0]) if known else OptionInfo(default=...)
+    info.help = info.help or text
+    return Annotated[type_.__origin__ if known else type_, info]
+
+
+def _documented(thing: Any, section: str) -> tuple[str, dict[str, str]]:
+    """The docstring before a section, and the entries of the section by their names."""
+    about, _, rest = (inspect.getdoc(thing) or "").partition(f"\n\n{section}:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", rest.partition("\n\n")[0], re.MULTILINE)
+    return about, {name: " ".join(text.split()) for name, text in entries}

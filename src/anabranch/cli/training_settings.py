@@ -36,28 +36,18 @@ _computing = partial(typer.Option, rich_help_panel="Computing")
 
 @dataclass(frozen=True)
 class RunSettings(settings.TrainedModelSettings):
-    """MODEL, or a run file, which has it and all options and keys."""
+    """MODEL, or a run file, which has it and all options and keys.
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Built-in name, package.module:function, or a file run.toml with it and with "
-            "options of this command, which go behind those that are written here.",
-            callback=model_or_file,
-            is_eager=True,
-        ),
-    ]
+    Attributes:
+        model: Built-in name, package.module:function, or a file run.toml with it and with options
+            of this command, which go behind those that are written here.
+        trust: Import the function that the run file names as its model; only the command line can
+            say so.
+    """
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", callback=model_or_file, is_eager=True)]
     granularity: Annotated[Granularity, in_file()] = "layer"
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Import the function that the run file names as its model; only the command line "
-            "can say so.",
-            callback=require_trust,
-        ),
-    ] = False
+    trust: Annotated[bool, typer.Option("--trust", callback=require_trust)] = False
 
 
 @dataclass(frozen=True)
@@ -74,91 +64,50 @@ class TrainingSettings:
     """Length of training, checkpoints, evaluation and logs.
 
     Attributes:
-        keep: checkpoints of ``save_every`` that are kept.
-        keep_best: metric whose best checkpoint is kept as ``best``: loss, or NAME:max or NAME:min.
+        steps: Steps to do, with --resume further ones; 0 evaluates the held-out data alone
+            [default: 100, or what --epochs has].
+        epochs: Passes through the data, with those before --resume.
+        resume: A checkpoint to go on from, or the folder of several: the newest.
+        weights: Weights to begin with: a safetensors file, or a folder with one.
+        save: A new folder for a checkpoint.
+        save_every: Also save during training, after so many steps or every 90s, 10m, 2h: the folder
+            of --save then has the checkpoints step-N.
+        keep: Checkpoints of ``save_every`` that are kept.
+        seed: What the model's function draws from torch, the order of a data set and dropout follow
+            from it [default: another one every time].
+        evaluate_every: Evaluate the held-out data also during training.
+        keep_best: Metric whose best checkpoint is kept as ``best``: loss, or NAME:max or NAME:min.
+        log: Send figures to jsonl:FILE, csv:FILE, tensorboard:FOLDER, wandb:PROJECT or
+            mlflow:EXPERIMENT; repeatable.
+        timeout: End training in which no rank goes on for so long, with the rank that holds it up
+            [default: 60, or 100 predicted steps if that is more; 600 in start-up, the first step,
+            evaluations and saves].
+        max_restarts: Where a rank fails, start all again from the last checkpoint, so often at
+            most. torchrun has an option of that name itself.
+        survive: Where a rank dies, the others keep their processes: a new rank takes its place, and
+            all go on from copies of the state in memory. Ranks of one host, with a flush.
+        replace: --no-replace: no new rank takes the place of a dead one; with a device fewer
+            training goes on under another plan.
+        replan: Every 100 steps measure again, and go on under a better plan where its predicted
+            gain repays the change. Nothing is started again.
+        check_batches: Values of every batch that ranks compare: 32 of each tensor, or all.
+        check_gradients: First compare the gradients of a micro-batch with one process.
     """
 
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Steps to do, with --resume further ones; 0 evaluates the held-out data alone "
-            "[default: 100, or what --epochs has].",
-        ),
-    ] = None
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes through the data, with those before --resume.")
-    ] = None
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="A checkpoint to go on from, or the folder of several: the newest."),
-    ] = None
-    weights: Annotated[
-        Path | None,
-        typer.Option(help="Weights to begin with: a safetensors file, or a folder with one."),
-    ] = None
-    save: Annotated[
-        Path | None, typer.Option(help="A new folder for a checkpoint.", callback=folder_to_write)
-    ] = None
-    save_every: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STEPS|TIME",
-            help="Also save during training, after so many steps or every 90s, 10m, 2h: the folder "
-            "of --save then has the checkpoints step-N.",
-        ),
-    ] = None
+    steps: Annotated[int | None, typer.Option(min=0)] = None
+    epochs: Annotated[int | None, typer.Option(min=1)] = None
+    resume: Path | None = None
+    weights: Path | None = None
+    save: Annotated[Path | None, typer.Option(callback=folder_to_write)] = None
+    save_every: Annotated[str | None, typer.Option(metavar="STEPS|TIME")] = None
     keep: Annotated[int | None, in_file(min=1)] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=2**32 - 1,
-            help="What the model's function draws from torch, the order of a data set and dropout "
-            "follow from it [default: another one every time].",
-        ),
-    ] = None
-    evaluate_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="STEPS", help="Evaluate the held-out data also during training."
-        ),
-    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1)] = None
+    evaluate_every: Annotated[int | None, typer.Option(min=1, metavar="STEPS")] = None
     keep_best: Annotated[str | None, in_file()] = None
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND:WHERE",
-            help="Send figures to jsonl:FILE, csv:FILE, tensorboard:FOLDER, wandb:PROJECT or "
-            "mlflow:EXPERIMENT; repeatable.",
-        ),
-    ] = None
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            metavar="SECONDS",
-            help="End training in which no rank goes on for so long, with the rank that holds it "
-            "up [default: 60, or 100 predicted steps if that is more; 600 in start-up, the first "
-            "step, evaluations and saves].",
-        ),
-    ] = None
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Where a rank fails, start all again from the last checkpoint, so often at most. "
-            "torchrun has an option of that name itself.",
-        ),
-    ] = 0
-    survive: Annotated[
-        bool,
-        typer.Option(
-            "--survive",
-            help="Where a rank dies, the others keep their processes: a new rank takes its place, "
-            "and all go on from copies of the state in memory. Ranks of one host, with a flush.",
-        ),
-    ] = False
+    log: Annotated[list[str] | None, typer.Option(metavar="KIND:WHERE")] = None
+    timeout: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS")] = None
+    max_restarts: Annotated[int, typer.Option(min=0)] = 0
+    survive: Annotated[bool, typer.Option("--survive")] = False
     spare_copies: Annotated[
         int | None,
         typer.Option(
@@ -168,28 +117,10 @@ class TrainingSettings:
             f"[default: {SPARE_COPIES}].",
         ),
     ] = None
-    replace: Annotated[
-        bool,
-        typer.Option(
-            help="--no-replace: no new rank takes the place of a dead one; with a device fewer "
-            "training goes on under another plan."
-        ),
-    ] = True
-    replan: Annotated[
-        bool,
-        typer.Option(
-            "--replan",
-            help="Every 100 steps measure again, and go on under a better plan where its predicted "
-            "gain repays the change. Nothing is started again.",
-        ),
-    ] = False
-    check_batches: Annotated[
-        Literal["sampled", "full"],
-        typer.Option(help="Values of every batch that ranks compare: 32 of each tensor, or all."),
-    ] = "sampled"
-    check_gradients: Annotated[
-        bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
-    ] = True
+    replace: bool = True
+    replan: Annotated[bool, typer.Option("--replan")] = False
+    check_batches: Literal["sampled", "full"] = "sampled"
+    check_gradients: bool = True
 
     def saves(self) -> "SaveEvery | None":
         """Return when checkpoints are written during training.
@@ -267,30 +198,20 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """Arithmetic of stages and updates; ``ComputeOptions`` documents the keys."""
+    """Arithmetic of stages and updates; ``ComputeOptions`` documents the keys.
 
-    precision: Annotated[
-        Precision | None,
-        _computing(
-            help="bf16 and fp16 run forwards under autocast; fp16 scales the loss [default: the "
-            "plan's, or fp32]."
-        ),
-    ] = None
-    backend: Annotated[
-        str | None,
-        _computing(
-            "--compile",
-            metavar="BACKEND",
-            help="Compile each stage with torch.compile: inductor, aot_eager, ...",
-        ),
-    ] = None
+    Attributes:
+        precision: bf16 and fp16 run forwards under autocast; fp16 scales the loss [default: the
+            plan's, or fp32].
+        backend: Compile each stage with torch.compile: inductor, aot_eager, ...
+        shard_optimizer: Replicas of a stage share its optimizer state instead of each holding it
+            [default: the plan's].
+    """
+
+    precision: Annotated[Precision | None, _computing()] = None
+    backend: Annotated[str | None, _computing("--compile", metavar="BACKEND")] = None
     shard_optimizer: Annotated[
-        bool | None,
-        _computing(
-            "--shard-optimizer/--no-shard-optimizer",
-            help="Replicas of a stage share its optimizer state instead of each holding it "
-            "[default: the plan's].",
-        ),
+        bool | None, _computing("--shard-optimizer/--no-shard-optimizer")
     ] = None
     offload: Annotated[bool, in_file("--offload")] = False
     dropout: Annotated[Literal["stage", "sample"], in_file()] = "stage"
@@ -320,18 +241,14 @@ class FlushSettings:
     """Training with or without a flush, and which weights are read without.
 
     Attributes:
-        policy_option: options of the policy, such as ``clip=3`` of predict-stash.
-        round_robin: replicas of a stage take mini-batches in turn, or split each; else as planned.
-        clip_stage_norm: clip the gradients of each stage to this norm.
+        mode: sync: all stages update together after every step; async: without a flush, each stage
+            updates after its own backward [default: the plan's, or sync].
+        policy_option: Options of the policy, such as ``clip=3`` of predict-stash.
+        round_robin: Replicas of a stage take mini-batches in turn, or split each; else as planned.
+        clip_stage_norm: Clip the gradients of each stage to this norm.
     """
 
-    mode: Annotated[
-        Mode | None,
-        typer.Option(
-            help="sync: all stages update together after every step; async: without a flush, each "
-            "stage updates after its own backward [default: the plan's, or sync]."
-        ),
-    ] = None
+    mode: Mode | None = None
     policy: settings.OtherPolicy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None

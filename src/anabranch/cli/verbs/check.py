@@ -18,9 +18,7 @@ from anabranch.weights import OPTIMIZERS
 def check(
     plan_file: PlanFile,
     other: PlannedModelSettings,
-    model: Annotated[
-        str | None, typer.Argument(help="The model or profile that it is for.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
     as_json: AsJson = False,
 ) -> None:
     """Is PLAN valid? Structure and schedule alone or, with MODEL, also its operators and memory.
@@ -33,6 +31,9 @@ def check(
     - C4: each stage goes through its micro-batches in order, forward before backward
 
     Exits with 1 if the plan has a problem.
+
+    Args:
+        model: The model or profile that it is for.
     """
     from anabranch.errors import InvalidPlanError
     from anabranch.files import load_plan

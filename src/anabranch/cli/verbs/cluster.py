@@ -12,29 +12,15 @@ from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCalibration
+from anabranch.cli.spread import spread
 from anabranch.cluster import Cluster
 
 
+@spread
 def cluster(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CLUSTER",
-            help="Preset such as local:4 or summit:8x4, or a JSON file [default: this machine].",
-        ),
-    ] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Measure this machine, or under torchrun all hosts of the job: links, processor "
-            "time of messages, how much slower ranks compute side by side, updates.",
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="A cluster file to write.", callback=file_to_write),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="CLUSTER")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", callback=file_to_write)] = None,
     no_calibration: NoCalibration = False,
     as_json: AsJson = False,
 ) -> None:
@@ -48,6 +34,12 @@ def cluster(
     - `anabranch cluster summit:8x4`
     - `anabranch cluster --calibrate`
     - `torchrun --nnodes 4 --nproc-per-node 2 ... -m anabranch cluster --calibrate -o ours.json`
+
+    Args:
+        name: Preset such as local:4 or summit:8x4, or a JSON file [default: this machine].
+        calibrate: Measure this machine, or under torchrun all hosts of the job: links, processor
+            time of messages, how much slower ranks compute side by side, updates.
+        output: A cluster file to write.
     """
     if calibrate and (name is not None or no_calibration):
         raise typer.BadParameter("--calibrate measures this machine; leave out the rest but -o")

@@ -25,35 +25,14 @@ from anabranch.plans.plan import Plan
 def compare(
     model: settings.EstimatedModelSettings,
     planning: settings.PlanningSettings,
-    planner: Annotated[
-        settings.PlannerNames | None,
-        typer.Option(
-            help="Only this planner; repeatable [default: all, exhaustive only if the model is "
-            "small enough for it]."
-        ),
-    ] = None,
+    planner: settings.PlannerNames | None = None,
     planner_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[PLANNER.]NAME=VALUE",
-            help="An option of one planner (piper.recompute=false) or of every planner compared "
-            "that has it (recompute=false); repeatable.",
-        ),
+        list[str] | None, typer.Option(metavar="[PLANNER.]NAME=VALUE")
     ] = None,
     shape: settings.Shape = None,
     rewrite: settings.NamedRewrites = None,
-    policy: Annotated[
-        settings.PolicyNames | None,
-        typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a self-contained HTML page with all figures, and the stages and timelines "
-            "of the best plans.",
-            callback=output.file_to_write,
-        ),
-    ] = None,
+    policy: settings.PolicyNames | None = None,
+    report: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
     as_json: settings.AsJson = False,
 ) -> None:
     """Every planner side by side on the same profile, judged by the same simulator.
@@ -79,6 +58,15 @@ def compare(
       graphpipe.tolerance=0.001 --planner-option recompute=false -o compare.json`
     - `anabranch compare mmt --cluster summit:2x4 --batch-size 8 --mode async --planner graphpipe
       --planner pipedream --policy stash --policy pipeoptim`
+
+    Args:
+        planner: Only this planner; repeatable [default: all, exhaustive only if the model is small
+            enough for it].
+        planner_option: An option of one planner (piper.recompute=false) or of every planner
+            compared that has it (recompute=false); repeatable.
+        policy: With --mode async: only this policy; repeatable [default: all].
+        report: Write a self-contained HTML page with all figures, and the stages and timelines of
+            the best plans.
     """
     from anabranch import solve
     from anabranch.weights import POLICIES

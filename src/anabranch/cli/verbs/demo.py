@@ -20,6 +20,7 @@ from anabranch.cli.preflight import require_new_run
 from anabranch.cli.run_results import foreseen, keep_run
 from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder
 from anabranch.cli.source import ModelSource
+from anabranch.cli.spread import spread
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows
 from anabranch.cli.verbs.plan import gain
@@ -30,15 +31,23 @@ if TYPE_CHECKING:
     from anabranch.record import Run
 
 
+@spread
 def demo(
-    model: Annotated[str, typer.Option(help="Model to show.")] = "glyphs",
-    devices: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 1500,
+    model: str = "glyphs",
+    devices: Annotated[int, typer.Option(min=1)] = 4,
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=1)] = 1500,
     run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """The main job from start to end: capture, measure, plan, verify, train, show."""
+    """The main job from start to end: capture, measure, plan, verify, train, show.
+
+    Args:
+        model: Model to show.
+        devices: Local ranks.
+        batch_size: Samples of one step.
+        steps: Steps to train.
+    """
     require_new_run(run)
     began = time.time()
     local = LocalPlanSettings(devices=devices, batch_size=batch_size)

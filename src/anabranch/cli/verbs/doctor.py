@@ -18,20 +18,9 @@ from anabranch.graph.opgraph import Granularity
 @spread
 def doctor(
     model: TrainedModelSettings,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="The first plan is for: a preset, local:2 for two ranks here, or a file. The "
-            "default is an example, whose times a data sheet has."
-        ),
-    ] = "summit:1x4",
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples of one step [default: the DataLoader's, or 32]."),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="v100, a100, h100 or h200: whose data sheet has the seconds.")
-    ] = "v100",
+    cluster: str = "summit:1x4",
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
+    device: str = "v100",
     as_json: AsJson = False,
 ) -> None:
     """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
@@ -41,6 +30,12 @@ def doctor(
     Its output can be pasted into a report of a fault. Exits with 1 if the model cannot be captured.
 
     Example: `anabranch doctor mypackage.mymodel:workload`
+
+    Args:
+        cluster: The first plan is for: a preset, local:2 for two ranks here, or a file. The default
+            is an example, whose times a data sheet has.
+        batch_size: Samples of one step [default: the DataLoader's, or 32].
+        device: v100, a100, h100 or h200: whose data sheet has the seconds.
     """
     from anabranch.files import plan_to_dict
 

@@ -10,50 +10,17 @@ import typer
 
 from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson
+from anabranch.cli.spread import spread
 
 
+@spread
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(metavar="CKPT", help="A checkpoint, or the folder of several: the newest."),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="A new file NAME.safetensors; or a new folder, which also gets the config.json of "
-            "a Hugging Face model.",
-            callback=folder_to_write,
-        ),
-    ],
-    prefix: Annotated[
-        str | None,
-        typer.Option(
-            help="Export the part of the module whose names begin so, without it (model.) "
-            "[default: that of a Hugging Face model that is all of the module]."
-        ),
-    ] = None,
-    trained: Annotated[
-        bool,
-        typer.Option(
-            "--trained", help="Export what was trained alone, such as adapters; no config.json."
-        ),
-    ] = False,
-    dcp: Annotated[
-        bool,
-        typer.Option(
-            "--dcp",
-            help="All of CKPT, with the optimizer, as a checkpoint of torch.distributed.checkpoint;"
-            " where CKPT is one of those, as a checkpoint that train --resume takes.",
-        ),
-    ] = False,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLASS", help="With --dcp: class of the optimizer that PyTorch saved: AdamW."
-        ),
-    ] = None,
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT")],
+    output: Annotated[Path, typer.Option("-o", "--output", callback=folder_to_write)],
+    prefix: str | None = None,
+    trained: Annotated[bool, typer.Option("--trained")] = False,
+    dcp: Annotated[bool, typer.Option("--dcp")] = False,
+    optimizer: Annotated[str | None, typer.Option(metavar="CLASS")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of CKPT as plain safetensors, under the names of its state_dict.
@@ -66,6 +33,17 @@ def export(
     - `anabranch export run -o bert`, then `BertForMaskedLM.from_pretrained("bert")`
     - `anabranch export run -o torch-run --dcp`
     - `anabranch export torch-run -o run --dcp --optimizer AdamW`
+
+    Args:
+        checkpoint: A checkpoint, or the folder of several: the newest.
+        output: A new file NAME.safetensors; or a new folder, which also gets the config.json of a
+            Hugging Face model.
+        prefix: Export the part of the module whose names begin so, without it (model.) [default:
+            that of a Hugging Face model that is all of the module].
+        trained: Export what was trained alone, such as adapters; no config.json.
+        dcp: All of CKPT, with the optimizer, as a checkpoint of torch.distributed.checkpoint; where
+            CKPT is one of those, as a checkpoint that train --resume takes.
+        optimizer: With --dcp: class of the optimizer that PyTorch saved: AdamW.
     """
     from anabranch.checkpoint.export import export as write
 

@@ -11,31 +11,18 @@ import typer
 from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson, PlanFile
 from anabranch.cli.source import ModelSource, Preset, command_naming, model_of_plan
+from anabranch.cli.spread import spread
 from anabranch.errors import OutputError
 
 
+@spread
 def export_plan(
     context: typer.Context,
     plan_file: PlanFile,
-    folder: Annotated[
-        Path,
-        typer.Option("-o", "--output", help="A new or empty folder.", callback=folder_to_write),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Argument(help="The model that it is for [default: the plan's, if it is built in]."),
-    ] = None,
-    torchtitan: Annotated[
-        bool,
-        typer.Option(
-            "--torchtitan",
-            help="torchtitan's options, with names of modules per stage; without it the schedule "
-            "alone, for torch.distributed.pipelining.",
-        ),
-    ] = False,
-    preset: Annotated[
-        Preset | None, typer.Option(help="Size of a built-in model [default: the plan's].")
-    ] = None,
+    folder: Annotated[Path, typer.Option("-o", "--output", callback=folder_to_write)],
+    model: Annotated[str | None, typer.Argument()] = None,
+    torchtitan: Annotated[bool, typer.Option("--torchtitan")] = False,
+    preset: Preset | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the schedule of PLAN, a chain, as the CSV file that PyTorch's pipelining reads.
@@ -45,6 +32,13 @@ def export_plan(
 
     Example: `anabranch plan MODEL --planner sequential --granularity block ... -o plan.json`, then
     `anabranch export-plan plan.json MODEL --torchtitan -o titan`
+
+    Args:
+        folder: A new or empty folder.
+        model: The model that it is for [default: the plan's, if it is built in].
+        torchtitan: torchtitan's options, with names of modules per stage; without it the schedule
+            alone, for torch.distributed.pipelining.
+        preset: Size of a built-in model [default: the plan's].
     """
     from anabranch.files import load_plan
     from anabranch.interchange.chain import chain_of, require_chain

@@ -41,27 +41,13 @@ if TYPE_CHECKING:
 def plan(
     model: settings.EstimatedModelSettings,
     planning: settings.PlanningSettings,
-    planner: Annotated[settings.PlannerName, typer.Option(help="How to search.")] = "auto",
-    planner_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="An option of the planner, like seed=1; repeatable. A wrong name lists all.",
-        ),
-    ] = None,
+    planner: settings.PlannerName = "auto",
+    planner_option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None,
     shape: settings.Shape = None,
-    rewrite: settings.Rewrites = "auto",
-    policy: settings.Policy = None,
-    start: Annotated[
-        Path | None, typer.Option("--from", help="A plan file to improve, also one made by hand.")
-    ] = None,
-    baselines: Annotated[
-        bool,
-        typer.Option(
-            help="Also plan the baselines, to compare with: data parallelism, sequential plans and "
-            "a chain. The plan of --from is one of them."
-        ),
-    ] = True,
+    rewrite: Annotated[str, typer.Option(metavar="auto|none|NAME[,NAME]")] = "auto",
+    policy: settings.PolicyName | None = None,
+    start: Annotated[Path | None, typer.Option("--from")] = None,
+    baselines: bool = True,
     as_json: settings.AsJson = False,
 ) -> None:
     """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
@@ -83,6 +69,17 @@ def plan(
     - `anabranch plan dlrm --cluster summit:8x4 --batch-size 256 --rewrite none`: the model as it is
       written, without a product on the concatenation of its branches becoming a sum of products
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
+
+    Args:
+        planner: How to search.
+        planner_option: An option of the planner, like seed=1; repeatable. A wrong name lists all.
+        rewrite: Cut products or tables of the model into branches that a plan can put apart:
+            join-split, tensor-split, table-split, table-row-split (=PARTS, @PARAMETER). auto: those
+            that make the step shorter by 2 %.
+        policy: With --mode async: which weights forwards and backwards read [default: auto].
+        start: A plan file to improve, also one made by hand.
+        baselines: Also plan the baselines, to compare with: data parallelism, sequential plans and
+            a chain. The plan of --from is one of them.
     """
     from anabranch import solve
     from anabranch.files import load_plan, plan_to_dict, save_plan

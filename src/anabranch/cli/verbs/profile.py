@@ -19,18 +19,17 @@ def profile(
     device: Annotated[
         str, typer.Option(help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate.")
     ] = "cpu",
-    samples: Annotated[
-        str | None,
-        typer.Option(
-            help="Sample counts, such as 1,2,4 [default: powers of two up to --batch-size]."
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 32,
+    samples: str | None = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
     as_json: AsJson = False,
 ) -> None:
     """Measure the operators of MODEL here, or estimate them for another device.
 
     Example: `anabranch profile mmt --device v100 --batch-size 512 -o mmt-v100.json`
+
+    Args:
+        samples: Sample counts, such as 1,2,4 [default: powers of two up to --batch-size].
+        batch_size: Samples of one step.
     """
     counts = parse_counts(samples) if samples else None
     source = model.source

@@ -31,24 +31,19 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Links of emulated devices, and the time that they have."""
+    """Links of emulated devices, and the time that they have.
 
-    links: Annotated[
-        Literal["modelled", "host"],
-        typer.Option(help="host: messages take as long as on this machine."),
-    ] = "modelled"
-    bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s of every link, instead of the cluster's.")
-    ] = None
-    latency: Annotated[float | None, typer.Option(help="Microseconds of every link, likewise.")] = (
-        None
-    )
-    time_scale: Annotated[
-        float | None,
-        typer.Option(
-            help="Wall seconds per second of the devices [default: what this machine can do]."
-        ),
-    ] = None
+    Attributes:
+        links: host: messages take as long as on this machine.
+        bandwidth: GB/s of every link, instead of the cluster's.
+        latency: Microseconds of every link, likewise.
+        time_scale: Wall seconds per second of the devices [default: what this machine can do].
+    """
+
+    links: Literal["modelled", "host"] = "modelled"
+    bandwidth: float | None = None
+    latency: float | None = None
+    time_scale: float | None = None
 
     def changed(self, cluster: Cluster) -> Cluster:
         """The cluster with the links that the user asks for."""
@@ -63,21 +58,12 @@ class LinkSettings:
 
 @spread
 def rehearse(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Built-in name, package.module:function, or a profile file."
-        ),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
     links: LinkSettings,
     other: OtherModelSettings,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="A plan file [default: plan for --cluster].")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of one step, without --plan [default: 32].")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
+    plan_file: Annotated[Path | None, typer.Option("--plan")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
+    steps: Annotated[int, typer.Option(min=1)] = STEPS,
     run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,6 +74,12 @@ def rehearse(
 
     Example: `anabranch rehearse mmt --plan plan.json`, or
     `anabranch rehearse mmt.json --cluster summit:2x4 --batch-size 64`
+
+    Args:
+        model: Built-in name, package.module:function, or a profile file.
+        plan_file: A plan file [default: plan for --cluster].
+        batch_size: Samples of one step, without --plan [default: 32].
+        steps: Steps to do.
     """
     require_new_run(run)
     if plan_file is not None:

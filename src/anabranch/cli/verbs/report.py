@@ -9,25 +9,23 @@ import typer
 
 from anabranch.cli.output import file_to_write, print_json, say_written
 from anabranch.cli.settings import AsJson
+from anabranch.cli.spread import spread
 
 
+@spread
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A folder that train, rehearse or demo wrote.")
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="The page [default: RUN/report.html].", callback=file_to_write
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="The folder of another run of the same model, to lay over this one."),
-    ] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", callback=file_to_write)] = None,
+    against: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one self-contained HTML page about a run."""
+    """Write one self-contained HTML page about a run.
+
+    Args:
+        run: A folder that train, rehearse or demo wrote.
+        output: The page [default: RUN/report.html].
+        against: The folder of another run of the same model, to lay over this one.
+    """
     from anabranch.record import load_run, write_report
 
     path, shown = output or run / "report.html", load_run(run)

@@ -31,42 +31,30 @@ def simulate(
     context: typer.Context,
     plan_file: PlanFile,
     other: PlannedModelSettings,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="The model or profile that it is for [default: the plan's, if it is a built-in "
-            "name or a profile]."
-        ),
-    ] = None,
-    schedule: Annotated[
-        ScheduleName | None, typer.Option(help="Another schedule than the plan's.")
-    ] = None,
-    mode: Annotated[Mode | None, typer.Option(help="Another mode than the plan's.")] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
+    schedule: ScheduleName | None = None,
+    mode: Mode | None = None,
     policy: OtherPolicy = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Also say what the step is spent on, and what would help.")
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a trace for Perfetto or chrome://tracing.", callback=file_to_write
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write a self-contained HTML page.", callback=file_to_write)
-    ] = None,
-    actions: Annotated[
-        bool,
-        typer.Option(
-            "--actions", help="With --json: list the actions, device by device, with start and end."
-        ),
-    ] = False,
+    why: Annotated[bool, typer.Option("--why")] = False,
+    trace: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
+    report: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
+    actions: Annotated[bool, typer.Option("--actions")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict the timeline of one step of PLAN.
 
     Without a flush, with --mode async or for an asynchronous plan: the time per mini-batch of the
     full pipeline, and the timeline of some mini-batches from an empty pipeline to an empty one.
+
+    Args:
+        model: The model or profile that it is for [default: the plan's, if it is a built-in name or
+            a profile].
+        schedule: Another schedule than the plan's.
+        mode: Another mode than the plan's.
+        why: Also say what the step is spent on, and what would help.
+        trace: Write a trace for Perfetto or chrome://tracing.
+        report: Write a self-contained HTML page.
+        actions: With --json: list the actions, device by device, with start and end.
     """
     from anabranch import solve
     from anabranch.files import load_plan

@@ -38,9 +38,7 @@ def train(
     training: training_settings.TrainingSettings,
     compute: training_settings.ComputeSettings,
     flush: training_settings.FlushSettings,
-    emulated: Annotated[
-        bool, typer.Option("--emulate", help="No training: what `rehearse` does with --plan.")
-    ] = False,
+    emulated: Annotated[bool, typer.Option("--emulate")] = False,
     run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,6 +65,9 @@ def train(
 
     Ctrl-C ends training after the step under way: the checkpoint of --save, the figures and the
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
+
+    Args:
+        emulated: No training: what `rehearse` does with --plan.
     """
     preflight.require_new_run(run)
     announce("loading PyTorch")

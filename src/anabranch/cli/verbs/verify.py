@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
@@ -18,14 +18,7 @@ from anabranch.cli.spread import spread
 def verify(
     model: TrainedModelSettings,
     local: LocalPlanSettings,
-    dropout: Annotated[
-        Literal["off", "sample", "stage"],
-        typer.Option(
-            help="off: nothing is dropped, on both sides. sample: random numbers are the same "
-            "under any plan, so that a model can be compared with itself as captured on one "
-            "device. stage: as training draws them, which one process cannot."
-        ),
-    ] = "off",
+    dropout: Literal["off", "sample", "stage"] = "off",
     rewrite: NamedRewrites = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,6 +34,11 @@ def verify(
 
     - `anabranch verify mypackage.mymodel:workload --devices 4`
     - `anabranch verify dlrm --devices 4 --rewrite join-split,table-split`
+
+    Args:
+        dropout: off: nothing is dropped, on both sides. sample: random numbers are the same under
+            any plan, so that a model can be compared with itself as captured on one device. stage:
+            as training draws them, which one process cannot.
     """
     from anabranch.verification import verify as compare
 
