@@ -132,6 +132,13 @@ Optimizer = Annotated[
         "a profile file has none]."
     ),
 ]
+PlannedPrecision = Annotated[
+    Precision | None,
+    typer.Option(
+        help="Time and memory under autocast to bf16 or fp16, in which training by the plan is "
+        "then [default: fp32, or the profile file's]."
+    ),
+]
 NoCache = Annotated[
     bool,
     typer.Option(
@@ -191,13 +198,7 @@ class EstimatedModelSettings(ModelSettings):
     """As ``ModelSettings``, of a model whose capture may be kept."""
 
     no_cache: NoCache = False
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            help="Time and memory under autocast to bf16 or fp16, in which training by the plan "
-            "is then [default: fp32, or the profile file's]."
-        ),
-    ] = None
+    precision: PlannedPrecision = None
 
     @property
     def source(self) -> ModelSource:

@@ -10,7 +10,7 @@ from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import begin_compiling
-from anabranch.cli.settings import AsJson, TrainedModelSettings
+from anabranch.cli.settings import AsJson, PlannedPrecision, TrainedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Granularity
 
@@ -32,6 +32,7 @@ def doctor(
     device: Annotated[
         str, typer.Option(help="v100, a100, h100 or h200: whose data sheet has the seconds.")
     ] = "v100",
+    precision: PlannedPrecision = None,
     as_json: AsJson = False,
 ) -> None:
     """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
@@ -58,6 +59,7 @@ def doctor(
         model=source.model,
         device=device,
         granularity=cast("Granularity", source.granularity),
+        precision=precision,
     )
     if as_json:
         branches = examination.branches
