@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils.generic import maybe_autocast
 
 from anabranch.graph.capture import capture
 from anabranch.graph.flat_program import CALL, gradient_types
+from anabranch.graph.split import split
 from tests import losses
 from tests.graph.chain import check_split, random_stages
 
@@ -198,3 +200,29 @@ def test_calls_have_the_places_that_they_have_without_casts() -> None:
     half = capture(InPlace(), torch.randn(4, 8)).under_autocast("bf16", "cpu")
     calls = half.programs.example.calls
     assert [node.meta[CALL] for node in calls if "dropout" in node.name] == [1, 4]
+
+
+class FullHead(nn.Module):
+    """A head that is computed in full precision, also under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        with maybe_autocast(h.device.type, enabled=False):
+            return self.head(h.float()).square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_region_of_the_tensors_own_device_is_kept_in_full_precision(device: str) -> None:
+    """transformers disables autocast only where it is enabled, which it never was in a trace; and
+    torch has no autocast of the meta device, so such a model had no plan by a data sheet.
+    """
+    captured = capture(FullHead().to(device), {"x": torch.randn(4, 8)}).under_autocast(
+        "bf16", "cpu"
+    )
+    whole = split(captured, [[op.name for op in captured.graph.ops]]).program(0, 4).module
+    layers = whole.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert [layer.meta["val"].dtype for layer in layers] == [HALF, torch.float32]

@@ -107,6 +107,13 @@ Optimizer = Annotated[
         "a profile file has none]."
     ),
 ]
+PlannedPrecision = Annotated[
+    Precision | None,
+    typer.Option(
+        help="Time and memory under autocast to bf16 or fp16, in which training by the plan is "
+        "then [default: fp32, or the profile file's]."
+    ),
+]
 NoCache = Annotated[
     bool,
     typer.Option(
@@ -160,15 +167,10 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class EstimatedModelSettings(ModelSettings):
-    """As ``ModelSettings``, of a model whose capture may be kept.
-
-    Attributes:
-        precision: Time and memory under autocast to bf16 or fp16, in which training by the plan is
-            then [default: fp32, or the profile file's].
-    """
+    """As ``ModelSettings``, of a model whose capture may be kept."""
 
     no_cache: NoCache = False
-    precision: Precision | None = None
+    precision: PlannedPrecision = None
 
     @property
     def source(self) -> ModelSource:

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from anabranch.device.kinds import CPU
 from anabranch.graph.ctc_loss import traceable
 from anabranch.graph.empty_selections import EmptySelections, traced_node
 from anabranch.graph.flat_program import storage, written
@@ -255,6 +256,16 @@ def _unless_moved(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return applied
 
 
+def _on_real_device(construct: Callable[..., None]) -> Callable[..., None]:
+    """``torch.autocast`` of the device type of a tensor on the meta device, which has none."""
+
+    def constructed(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        kind = CPU if device_type == "meta" else device_type
+        construct(self, kind, *args, **kwargs)
+
+    return constructed
+
+
 def _depends_on_batch(tensor: torch.Tensor | None = None) -> bool:
     return isinstance(tensor, FakeTensor) and _constant_calls(tensor) is None
 
@@ -304,4 +315,8 @@ def library_rules() -> contextlib.AbstractContextManager[None]:
     loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
     rules: list[tuple[Any, str, Any]] = [(owner, k, make(owner)) for owner, k, make in loaded]
     rules += [(owner, "masked_select", _masked_select) for owner in (torch, torch.Tensor)]
+    # transformers' own, which leaves no trace of a region that is disabled where none is around it.
+    asking = (module for module in [*sys.modules.values()] if "maybe_autocast" in vars(module))
+    rules += [(module, "maybe_autocast", torch.autocast) for module in asking]
+    rules.append((torch.autocast, "__init__", _on_real_device(torch.autocast.__init__)))
     return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])

@@ -13,11 +13,12 @@ import numpy as np
 from torch import nn
 
 from anabranch.cluster import Cluster
+from anabranch.device.kinds import USUAL
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.digraph import path_before
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.graph.split import split
 from anabranch.graph.whole_batch import WHOLE_BATCH_LOSS
 from anabranch.plans.check import stage_bytes
@@ -87,12 +88,14 @@ def examine(
     model: str = "",
     device: str = "v100",
     granularity: Granularity = "layer",
+    precision: Precision | None = None,
 ) -> Examination:
     """Examine a model, and plan it for a cluster with the seconds of a data sheet.
 
     Args:
         workload: the module may be on the meta device.
         device: a key of ``profile.data_sheets.DATA_SHEETS``.
+        precision: of the autocast that the plan is for.
     """
     findings = [*_of_module(workload.module), *_of_recipes(workload)]
     name = model or type(workload.module).__name__
@@ -112,7 +115,7 @@ def examine(
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            profile = estimate(captured, device, counts)
+            profile = estimate(captured.under_autocast(precision, USUAL), device, counts)
         findings += [" ".join(str(warning.message).split()) for warning in warned]
         width = branches(profile)
         first = plan(profile, cluster, batch_size, model=name, improve=False)
@@ -255,6 +258,7 @@ def report(examination: Examination) -> str:
         count = f"{branches.operators} operators, {branches.depth} on the longest path"
         lines += ["", f"{count}; {says}"]
     if plan is not None:
+        under = f" --precision {plan.precision}" if plan.precision != "fp32" else ""
         is_here = plan.machines is not None and plan.machines.device == "cpu"
         yours = " (--cluster names your devices, such as local:2 for two ranks of this machine)"
         where = f"for {plan.cluster} with times from the data sheet of {plan.device}"
@@ -263,8 +267,8 @@ def report(examination: Examination) -> str:
         if is_here:
             lines.append(
                 f"this machine was not timed, so its steps take longer or shorter: anabranch plan "
-                f"{model} --cluster {plan.cluster} --batch-size {plan.stage_graph.batch_size} "
-                "times the operators here"
+                f"{model} --cluster {plan.cluster} --batch-size {plan.stage_graph.batch_size}"
+                f"{under} times the operators here"
             )
         lines += ["", "memory per device    stage    weights and state         at the peak"]
         lines += [

@@ -43,6 +43,12 @@ def test_the_first_plan_is_for_batches_of_the_data(document):
     assert found["plan"]["batch_size"] == 8
 
 
+def test_the_first_plan_is_in_the_precision_of_training(document):
+    """It was one for fp32, whatever the model is trained in."""
+    arguments = ("doctor", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8")
+    assert document(*arguments, "--precision", "bf16")["plan"]["precision"] == "bf16"
+
+
 def test_a_model_that_cannot_be_captured_is_no_success(run):
     """The document is whole, with the line that stops it."""
     code, out, _ = run("doctor", "tests.cli.models:branching", "--json")

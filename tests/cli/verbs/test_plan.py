@@ -194,6 +194,10 @@ def test_planner_options_reach_the_planner(document, run, profile):
     assert "max_replicas" in err
     code, _, err = run(*arguments, "--planner-option", "recompute")
     assert code == 2
+    before_capture = ("plan", "tests.cli.models:branching", *arguments[2:])
+    code, _, err = run(*before_capture, "--planner-option", "nonsense=1")
+    assert code == 2
+    assert "planner auto has no option nonsense" in err
 
 
 def test_a_baseline_that_is_as_fast_is_not_called_faster():

@@ -10,7 +10,7 @@ from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import begin_compiling
-from anabranch.cli.settings import AsJson, TrainedModelSettings
+from anabranch.cli.settings import AsJson, PlannedPrecision, TrainedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Granularity
 
@@ -21,6 +21,7 @@ def doctor(
     cluster: str = "summit:1x4",
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     device: str = "v100",
+    precision: PlannedPrecision = None,
     as_json: AsJson = False,
 ) -> None:
     """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
@@ -53,6 +54,7 @@ def doctor(
         model=source.model,
         device=device,
         granularity=cast("Granularity", source.granularity),
+        precision=precision,
     )
     if as_json:
         branches = examination.branches

@@ -85,7 +85,10 @@ def plan(
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
     from anabranch.schedule import glossary
+    from anabranch.solve.planner_options import planner_with
 
+    options = named_values([*(planner_option or ()), *([f"shape={shape}"] if shape else ())])
+    usage(planner_with, planner, planning.search["max_replicas"], options)  # before a long capture
     start_plan = load_plan(start) if start is not None else None
     cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     device, source = planning.device or cluster.device, model.source
@@ -109,9 +112,7 @@ def plan(
             planning.batch_size,
             planner=planner,
             **planning.search,
-            planner_options=named_values(
-                [*(planner_option or ()), *([f"shape={shape}"] if shape else ())]
-            ),
+            planner_options=options,
             model=model.model,
             mode=planning.mode,
             policy=policy or "",
