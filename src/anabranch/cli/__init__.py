@@ -84,8 +84,7 @@ class _Verb(TyperCommand):
             with output.remarks_at_end():
                 super().invoke(ctx)
         except KeyboardInterrupt:
-            as_json = asks_for_json(sys.argv[1:])
-            _fail("Interrupted", "ended by Ctrl-C", output.INTERRUPTED, as_json=as_json)
+            _fail("Interrupted", "ended by Ctrl-C", output.INTERRUPTED)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -108,10 +107,9 @@ _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 def main() -> None:
     """Entry point: exit code 0, 1 on an anabranch error, 2 on wrong usage, 130 after Ctrl-C."""
     output.without_colour()
-    as_json = asks_for_json(sys.argv[1:])
     # With --json wrong usage is a document as well, and under torchrun one paragraph, neither of
     # which typer would write.
-    by_typer = not as_json and _TORCHRUN_FILE not in os.environ
+    by_typer = not asks_for_json(sys.argv[1:]) and _TORCHRUN_FILE not in os.environ
     try:
         # Ranks are forked, so they show warnings the same way.
         with warnings.catch_warnings():
@@ -125,25 +123,25 @@ def main() -> None:
         has_trace = error.__cause__ is not None or hasattr(error, "__notes__")
         more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs and has_trace else ""
         code = output.exit_code(error)
-        _fail(type(error).__name__, str(error), code, more=more, as_json=as_json)
+        _fail(type(error).__name__, str(error), code, more)
     except OSError as error:
         if os.environ.get("ANABRANCH_DEBUG") or error.filename is None:
             raise
         message = f"{error.filename} cannot be read or written: {error.strerror}"
         more = "; name another file, or make its folder first"
-        _fail(type(error).__name__, message, 1, more=more, as_json=as_json)
+        _fail(type(error).__name__, message, 1, more)
     except AttributeError as error:
         if os.environ.get("ANABRANCH_DEBUG") or not (message := shadowed(error)):
             raise
-        _fail("ImportError", message, 1, as_json=as_json)
+        _fail("ImportError", message, 1)
     except TyperException as error:  # otherwise typer has ended it
         message = getattr(error, "format_message", error.__str__)()
-        _fail("UsageError", message, getattr(error, "exit_code", 2), as_json=as_json)
+        _fail("UsageError", message, getattr(error, "exit_code", 2))
 
 
-def _fail(kind: str, message: str, code: int, *, more: str = "", as_json: bool) -> NoReturn:
+def _fail(kind: str, message: str, code: int, more: str = "") -> NoReturn:
     """End with one paragraph on standard error and, for programs, a document."""
-    if as_json:
+    with output.answering(as_json=asks_for_json(sys.argv[1:])):
         output.print_json({"error": kind, "message": message})
     paragraph = f"{kind}: {message}{more}"
     output.say_error(paragraph)

@@ -1,5 +1,7 @@
 """Output of the verbs: one JSON document, or lines and tables for people, and warnings.
 
+A verb prints both, the one that is not asked for (``answering``) to nowhere.
+
 Files and folders to write are refused before a command has done anything: options name a check as
 their callback, so it is made while the command line is read.
 """
@@ -12,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +24,24 @@ from anabranch.errors import AnabranchError, OutputError, SearchStoppedError
 
 INTERRUPTED = 130
 """Exit code of what Ctrl-C has ended, as shells have it: 128 and the number of the signal."""
+
+
+_IN_JSON: ContextVar[bool] = ContextVar("in_json", default=False)
+
+
+def in_json() -> bool:
+    """Return True if the answer is a JSON document, beside which there is no text."""
+    return _IN_JSON.get()
+
+
+@contextmanager
+def answering(*, as_json: bool) -> Iterator[None]:
+    """Inside, documents are printed and no text, or the other way round."""
+    before = _IN_JSON.set(as_json)
+    try:
+        yield
+    finally:
+        _IN_JSON.reset(before)
 
 
 def exit_code(error: AnabranchError) -> int:
@@ -34,8 +55,15 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document on standard output."""
-    sys.stdout.write(json_text(document))
+    """Print one JSON document on standard output, if that is asked for."""
+    if in_json():
+        sys.stdout.write(json_text(document))
+
+
+def _print(text: str) -> None:
+    """Print text for people."""
+    if not in_json():
+        sys.stdout.write(text)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -46,7 +74,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
     # Wide tables stay whole in a file or a pipe.
     room = _columns() if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "160"))
-    console = Console(width=room, highlight=False)
+    console = Console(width=room, highlight=False, quiet=in_json())
     console.print(Text(title, "italic"), no_wrap=True, overflow="ellipsis")
     if _needed(columns, rows) > room:
         for row in rows:
@@ -82,7 +110,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
         if len(name) > beside:
             lines = ["", *lines]
         for i, line in enumerate(lines):
-            sys.stdout.write(f"  {'' if i else name:{beside}s} {line}".rstrip() + "\n")
+            _print(f"  {'' if i else name:{beside}s} {line}".rstrip() + "\n")
 
 
 def _columns() -> int:
@@ -121,13 +149,13 @@ def say(text: str) -> None:
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         lines = wrap(line, room, subsequent_indent=indent) if 20 < room < len(line) else [line]
-        sys.stdout.write("\n".join(lines) + "\n")
+        _print("\n".join(lines) + "\n")
 
 
 def say_written(path: Path | None) -> None:
     """Say where a file went, if there is one."""
     if path is not None:
-        sys.stdout.write(f"written to {path}\n")
+        _print(f"written to {path}\n")
 
 
 def note(text: str) -> None:

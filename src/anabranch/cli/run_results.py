@@ -11,10 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-import typer
-
 from anabranch.cli.job import Job
-from anabranch.cli.output import note, print_json, print_rows
+from anabranch.cli.output import note, print_json, print_rows, say
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import FileFormatError
 
@@ -136,15 +134,13 @@ def foreseen(job: Job, plan: Plan) -> tuple[Plan, Timeline]:
     return solve.foreseen(plan, job.profile, cluster)
 
 
-def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
+def say_run(run: Run, folder: Path, ended: str) -> None:
     """Print the figures of a run, and its end if that was early."""
     page = folder / "report.html"
-    if as_json:
-        how = {"interrupted": run.interrupted, "run": folder, "report": page}
-        print_json({**run.figures(), **how})
-    else:
-        say_figures(run)
-        typer.echo(f"report: {page}")
+    how = {"interrupted": run.interrupted, "run": folder, "report": page}
+    print_json({**run.figures(), **how})
+    say_figures(run)
+    say(f"report: {page}")
     if ended:
         note(ended)
 

@@ -66,7 +66,6 @@ NamedRewrites = Annotated[
     ),
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Device = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,7 @@
 
 A verb takes settings of a few subjects and what is its own. typer reads one parameter per option::
 
-    def verify(model: ModelSettings, local: LocalPlanSettings, as_json: AsJson)
+    def verify(model: ModelSettings, local: LocalPlanSettings)
     --> anabranch verify MODEL --preset ... --granularity ... --plan ... --devices ... --json
 
 Help is read from the docstrings, where the annotation has none: from ``Attributes`` of settings,
@@ -20,11 +20,16 @@ from functools import wraps
 from inspect import Parameter
 from typing import Annotated, Any, get_args, get_type_hints
 
+import typer
 from typer.models import OptionInfo, ParameterInfo
+
+from anabranch.cli.output import answering
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer reads it, with a parameter for every field of its settings."""
+    """The verb as typer reads it, with a parameter for every field of its settings, and --json."""
     hints = get_type_hints(verb, include_extras=True)
     about, helps = _documented(verb, "Args")
     settings: dict[str, Any] = {}
@@ -41,15 +46,19 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             type_ = _with_help(kind, helps.get(name))
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=type_))
 
+    how = {"default": False, "annotation": AsJson}
+    parameters.append(Parameter("as_json", Parameter.KEYWORD_ONLY, **how))
+
     @wraps(verb)
-    def call(**options: Any) -> None:
+    def call(*, as_json: bool, **options: Any) -> None:
         # In lists typer takes choices as enumerations, whose members are texts.
         values = {n: [*map(str, v)] if isinstance(v, list) else v for n, v in options.items()}
         made = {
             name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             for name, kind in settings.items()
         }
-        verb(**made, **values)
+        with answering(as_json=as_json):
+            verb(**made, **values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}

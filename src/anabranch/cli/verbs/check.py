@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.clusters import note_other_model, require_own_devices
-from anabranch.cli.output import print_json
-from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings
+from anabranch.cli.output import print_json, say
+from anabranch.cli.settings import PlanFile, PlannedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.weights import OPTIMIZERS
 
@@ -19,7 +19,6 @@ def check(
     plan_file: PlanFile,
     other: PlannedModelSettings,
     model: Annotated[str | None, typer.Argument()] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Is PLAN valid? Structure and schedule alone or, with MODEL, also its operators and memory.
 
@@ -59,14 +58,12 @@ def check(
             require_own_devices(plan, plan_file)
         except InvalidPlanError as error:
             problems.insert(0, str(error))
-    if as_json:
-        print_json({"valid": not problems, "problems": problems})
-    else:
-        with_model = shlex.join(["anabranch", "check", str(plan_file), plan.model or "MODEL"])
-        rest = (
-            ": its structure and schedule; whether its stages hold all operators of the model and "
-            f"fit into memory, {with_model} says"
-        )
-        typer.echo("\n".join(problems) or f"{plan_file} is valid{rest if model is None else ''}")
+    print_json({"valid": not problems, "problems": problems})
+    with_model = shlex.join(["anabranch", "check", str(plan_file), plan.model or "MODEL"])
+    rest = (
+        ": its structure and schedule; whether its stages hold all operators of the model and fit "
+        f"into memory, {with_model} says"
+    )
+    say("\n".join(problems) or f"{plan_file} is valid{rest if model is None else ''}")
     if problems:
         raise typer.Exit(1)

@@ -11,7 +11,7 @@ import typer
 from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.settings import AsJson, NoCalibration
+from anabranch.cli.settings import NoCalibration
 from anabranch.cli.spread import spread
 from anabranch.cluster import Cluster
 
@@ -22,7 +22,6 @@ def cluster(
     calibrate: Annotated[bool, typer.Option("--calibrate")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", callback=file_to_write)] = None,
     no_calibration: NoCalibration = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show a cluster, or measure one.
 
@@ -54,9 +53,7 @@ def cluster(
             from anabranch.files import save_cluster
 
             save_cluster(shown, output)
-    if as_json:
-        print_json(_document(shown, output, kept))
-        return
+    print_json(_document(shown, output, kept))
     _show(shown)
     say_written(output)
     if kept is not None:

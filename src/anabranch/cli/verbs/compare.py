@@ -33,7 +33,6 @@ def compare(
     rewrite: settings.NamedRewrites = None,
     policy: settings.PolicyNames | None = None,
     report: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
-    as_json: settings.AsJson = False,
 ) -> None:
     """Every planner side by side on the same profile, judged by the same simulator.
 
@@ -136,29 +135,25 @@ def compare(
         model.file.write_text(output.json_text(document), encoding="utf-8")
     if report is not None and best is not None:
         write_comparison(report, plans, costs, cluster, optimizer, best)
-    if as_json:
-        output.print_json(document)
-    else:
-        batches = "mini-batches of" if is_async else "batch"
-        title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
-        output.print_table(
-            f"{title} {planning.batch_size}", *comparison.side_by_side(plans, optimizer)
+    output.print_json(document)
+    batches = "mini-batches of" if is_async else "batch"
+    title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
+    output.print_table(f"{title} {planning.batch_size}", *comparison.side_by_side(plans, optimizer))
+    for line in (
+        *(best.lines() if best is not None else ()),
+        *comparison.remarks(plans, costs.origin),
+    ):
+        output.say(line)
+    can_rewrite = rewrite is None and not (is_async or source.is_file)
+    can_rewrite &= not costs.graph.whole_parameters
+    if can_rewrite and (names := ",".join(costs.graph.rewritable)):
+        output.say(
+            f"the model as it is written: plan tries {names} as well, here --rewrite {names}"
         )
-        for line in (
-            *(best.lines() if best is not None else ()),
-            *comparison.remarks(plans, costs.origin),
-        ):
-            output.say(line)
-        can_rewrite = rewrite is None and not (is_async or source.is_file)
-        can_rewrite &= not costs.graph.whole_parameters
-        if can_rewrite and (names := ",".join(costs.graph.rewritable)):
-            output.say(
-                f"the model as it is written: plan tries {names} as well, here --rewrite {names}"
-            )
-        if left := contenders[len(plans) :]:
-            typer.echo(f"interrupted before {', '.join(contender.name for contender in left)}")
-        output.say_written(model.file)
-        output.say_written(report if error is None else None)
+    if left := contenders[len(plans) :]:
+        output.say(f"interrupted before {', '.join(contender.name for contender in left)}")
+    output.say_written(model.file)
+    output.say_written(report if error is None else None)
     if error is not None:
         # Not raised: standard output has its document already.
         output.say_error(f"{type(error).__name__}: {error}")

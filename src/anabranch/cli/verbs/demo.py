@@ -15,10 +15,10 @@ import typer
 
 from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
-from anabranch.cli.output import print_json
+from anabranch.cli.output import in_json, print_json
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.run_results import foreseen, keep_run
-from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder
+from anabranch.cli.settings import LocalPlanSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.cli.training_settings import TrainingSettings
@@ -38,7 +38,6 @@ def demo(
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 1500,
     run: RunFolder = None,
-    as_json: AsJson = False,
 ) -> None:
     """The main job from start to end: capture, measure, plan, verify, train, show.
 
@@ -52,7 +51,7 @@ def demo(
     began = time.time()
     local = LocalPlanSettings(devices=devices, batch_size=batch_size)
     # For people the story is the result; with --json it goes where progress goes.
-    story = _Story(sys.stderr if as_json else sys.stdout)
+    story = _Story(sys.stderr if in_json() else sys.stdout)
     _calibrate(story, devices)
     with story.chapter(f"Capture {model} and its data"):
         job = Job(ModelSource(model, "small"), None)
@@ -90,24 +89,23 @@ def demo(
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
         story.say(f"report: {folder / 'report.html'}")
-    if as_json:
-        from anabranch.files import plan_to_dict
+    from anabranch.files import plan_to_dict
 
-        print_json(
-            {
-                **result.figures(),
-                "plan": plan_to_dict(job.plan),
-                "gain_over_sequential": sequential.figures.step_s / job.plan.figures.step_s,
-                "max_gradient_error": verified.max_gradient_error,
-                "bitwise": verified.bitwise,
-                "predicted_own_cores_step_s": job.plan.figures.step_s,
-                "predicted_shared_cores_step_s": predicted,
-                "seconds": story.seconds,
-                "run": folder,
-                "picture": folder / "timeline.svg",
-                "report": folder / "report.html",
-            }
-        )
+    print_json(
+        {
+            **result.figures(),
+            "plan": plan_to_dict(job.plan),
+            "gain_over_sequential": sequential.figures.step_s / job.plan.figures.step_s,
+            "max_gradient_error": verified.max_gradient_error,
+            "bitwise": verified.bitwise,
+            "predicted_own_cores_step_s": job.plan.figures.step_s,
+            "predicted_shared_cores_step_s": predicted,
+            "seconds": story.seconds,
+            "run": folder,
+            "picture": folder / "timeline.svg",
+            "report": folder / "report.html",
+        }
+    )
 
 
 def _calibrate(story: _Story, devices: int) -> None:

@@ -10,7 +10,7 @@ from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import begin_compiling
-from anabranch.cli.settings import AsJson, PlannedPrecision, TrainedModelSettings
+from anabranch.cli.settings import PlannedPrecision, TrainedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Granularity
 
@@ -22,7 +22,6 @@ def doctor(
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     device: str = "v100",
     precision: PlannedPrecision = None,
-    as_json: AsJson = False,
 ) -> None:
     """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
     weights, batch normalisation; whether its optimizer can be made; what a graph of stages can
@@ -56,27 +55,25 @@ def doctor(
         granularity=cast("Granularity", source.granularity),
         precision=precision,
     )
-    if as_json:
-        branches = examination.branches
-        print_json(
-            {
-                "model": examination.model,
-                "capturable": examination.capturable,
-                "error": examination.error or None,
-                "loss": examination.loss,
-                "findings": list(examination.findings),
-                "operators": branches and branches.operators,
-                "depth": branches and branches.depth,
-                "width": branches and branches.width,
-                "plan": examination.plan and plan_to_dict(examination.plan),
-                "device_bytes": [
-                    {"device": device, "stage": stage, "weights_bytes": weights, "peak_bytes": peak}
-                    for device, stage, weights, peak in examination.peaks
-                ],
-                "versions": examination.versions,
-            }
-        )
-    else:
-        say(report(examination))
+    branches = examination.branches
+    print_json(
+        {
+            "model": examination.model,
+            "capturable": examination.capturable,
+            "error": examination.error or None,
+            "loss": examination.loss,
+            "findings": list(examination.findings),
+            "operators": branches and branches.operators,
+            "depth": branches and branches.depth,
+            "width": branches and branches.width,
+            "plan": examination.plan and plan_to_dict(examination.plan),
+            "device_bytes": [
+                {"device": device, "stage": stage, "weights_bytes": weights, "peak_bytes": peak}
+                for device, stage, weights, peak in examination.peaks
+            ],
+            "versions": examination.versions,
+        }
+    )
+    say(report(examination))
     if not examination.capturable:
         raise typer.Exit(1)

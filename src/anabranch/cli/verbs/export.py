@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import folder_to_write, note, print_json
-from anabranch.cli.settings import AsJson
+from anabranch.cli.output import folder_to_write, note, print_json, say
 from anabranch.cli.spread import spread
 
 
@@ -21,7 +20,6 @@ def export(
     trained: Annotated[bool, typer.Option("--trained")] = False,
     dcp: Annotated[bool, typer.Option("--dcp")] = False,
     optimizer: Annotated[str | None, typer.Option(metavar="CLASS")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write the model of CKPT as plain safetensors, under the names of its state_dict.
 
@@ -58,20 +56,16 @@ def export(
             converted = distributed.from_distributed(checkpoint, output, optimizer=optimizer)
         else:
             converted = distributed.to_distributed(checkpoint, output)
-        if as_json:
-            print_json(asdict(converted))
-        else:
-            tensors = f"{converted.tensors} tensors, {converted.optimizer_tensors} of the optimizer"
-            typer.echo(f"written to {converted.path}: {tensors}")
+        print_json(asdict(converted))
+        tensors = f"{converted.tensors} tensors, {converted.optimizer_tensors} of the optimizer"
+        say(f"written to {converted.path}: {tensors}")
         return
     made = write(checkpoint, output, prefix=prefix, trained=trained)
     if made.left_out:
         note(f"{made.left_out} tensors whose names do not begin with {made.prefix} are left out")
-    if as_json:
-        print_json(asdict(made))
-        return
+    print_json(asdict(made))
     what = f" of {made.architecture}" if made.architecture else ""
-    typer.echo(
+    say(
         f"written to {made.path}: {made.tensors} tensors{what}, {made.bytes / 2**20:.1f} MiB, "
         f"from {made.checkpoint}"
     )

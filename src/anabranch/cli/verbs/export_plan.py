@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import folder_to_write, note, print_json
-from anabranch.cli.settings import AsJson, PlanFile
+from anabranch.cli.output import folder_to_write, note, print_json, say_written
+from anabranch.cli.settings import PlanFile
 from anabranch.cli.source import ModelSource, Preset, command_naming, model_of_plan
 from anabranch.cli.spread import spread
 from anabranch.errors import OutputError
@@ -23,7 +23,6 @@ def export_plan(
     model: Annotated[str | None, typer.Argument()] = None,
     torchtitan: Annotated[bool, typer.Option("--torchtitan")] = False,
     preset: Preset | None = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write the schedule of PLAN, a chain, as the CSV file that PyTorch's pipelining reads.
 
@@ -78,9 +77,7 @@ def export_plan(
             f"it on {size} samples of each micro-batch, and their gradients have to be averaged, "
             "as DistributedDataParallel does"
         )
-    files = [str(folder / name) for name in texts]
-    if as_json:
-        print_json({"files": files, **(options or {})})
-        return
+    files = [folder / name for name in texts]
+    print_json({"files": files, **(options or {})})
     for file in files:
-        typer.echo(f"written to {file}")
+        say_written(file)

@@ -23,7 +23,7 @@ from anabranch.cli.comparison import (
     staleness_of,
     staleness_table,
 )
-from anabranch.cli.output import note, print_json, print_table, say, say_written
+from anabranch.cli.output import in_json, note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import announce, begin_compiling
 from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
@@ -48,7 +48,6 @@ def plan(
     policy: settings.PolicyName | None = None,
     start: Annotated[Path | None, typer.Option("--from")] = None,
     baselines: bool = True,
-    as_json: settings.AsJson = False,
 ) -> None:
     """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
 
@@ -166,7 +165,7 @@ def plan(
                 solve.baselines(best, costs, cluster, optimizer=optimizer, **planning.search)
             )
     flushed = ""
-    if best.mode == "async" and not as_json:
+    if best.mode == "async" and not in_json():
         sync = replace(best, mode="sync", policy="")
         names = ("data-parallel", "sequential") if others and planner == "auto" else ()
         with suppress(KeyboardInterrupt):
@@ -189,23 +188,21 @@ def plan(
             limit=why.limit if why is not None else "",
         )
         save_plan(replace(best, predicted=figures), model.file)
-    if as_json:
-        document = plan_to_dict(best) | source.facts
-        document |= {"rewrites": list(best.rewrites), **tried.document()}
-        document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
-        document["gain"] = {
-            name: ratio(other.figures.step_s, best.figures.step_s)
-            for name, other in plans_among(others).items()
-        }
-        if why is not None:
-            document["explanation"] = why.to_dict()
-        document["loss_kind"] = costs.graph.loss_kind
-        document["normalised"] = list(costs.graph.normalised)
-        document["stateful"] = list(costs.graph.stateful)
-        if best.mode == "async":
-            document["optimizer"] = optimizer.name if optimizer is not None else None
-        print_json(document | staleness_document(best, optimizer))
-        return
+    document = plan_to_dict(best) | source.facts
+    document |= {"rewrites": list(best.rewrites), **tried.document()}
+    document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
+    document["gain"] = {
+        name: ratio(other.figures.step_s, best.figures.step_s)
+        for name, other in plans_among(others).items()
+    }
+    if why is not None:
+        document["explanation"] = why.to_dict()
+    document["loss_kind"] = costs.graph.loss_kind
+    document["normalised"] = list(costs.graph.normalised)
+    document["stateful"] = list(costs.graph.stateful)
+    if best.mode == "async":
+        document["optimizer"] = optimizer.name if optimizer is not None else None
+    print_json(document | staleness_document(best, optimizer))
     lines = [*gains(others, best), faster(others, best, planning.max_replicas), flushed]
     say(best.summary([line for line in lines if line]))
     say(glossary(best))
@@ -214,7 +211,7 @@ def plan(
     if best.mode == "async":
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
         say(STALENESS_WORDS)
-    typer.echo(
+    say(
         f"planned in {planned_s:.1f} s, of which the search that found this plan took "
         f"{best.search_s:.3f} s, its simulation {best.simulate_s:.3f} s and improvement "
         f"{best.improve_s:.3f} s"
@@ -222,7 +219,7 @@ def plan(
     for line in tried.lines():
         say(line)
     if why is not None:
-        typer.echo(why.summary())
+        say(why.summary())
     say_written(model.file)
 
 

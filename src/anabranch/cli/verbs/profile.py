@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import print_json, print_table, say_written
+from anabranch.cli.output import print_json, print_table, say, say_written
 from anabranch.cli.parsing import parse_counts
-from anabranch.cli.settings import AsJson, EstimatedModelSettings
+from anabranch.cli.settings import EstimatedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.device.kinds import USUAL
 
@@ -21,7 +21,6 @@ def profile(
     ] = "cpu",
     samples: str | None = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
-    as_json: AsJson = False,
 ) -> None:
     """Measure the operators of MODEL here, or estimate them for another device.
 
@@ -42,22 +41,20 @@ def profile(
     forward = sum(cost.forward_s[-1] for cost in result.costs)
     backward = sum(cost.backward_s[-1] for cost in result.costs)
     parameter_bytes = sum(result.graph.parameter_bytes.values())
-    if as_json:
-        print_json(
-            {
-                "model": model.model,
-                "operators": len(result.graph),
-                "samples": list(result.samples),
-                "forward_s": forward,
-                "backward_s": backward,
-                "parameter_bytes": parameter_bytes,
-                "source": result.source,
-                "device": result.device,
-                "file": file,
-                **source.facts,
-            }
-        )
-        return
+    print_json(
+        {
+            "model": model.model,
+            "operators": len(result.graph),
+            "samples": list(result.samples),
+            "forward_s": forward,
+            "backward_s": backward,
+            "parameter_bytes": parameter_bytes,
+            "source": result.source,
+            "device": result.device,
+            "file": file,
+            **source.facts,
+        }
+    )
     rows = [
         [
             op.name,
@@ -70,7 +67,7 @@ def profile(
     ]
     columns = ["operator", "kind", "forward ms", "backward ms", "kept KiB/sample"]
     print_table(f"{model.model}: {result.origin}", columns, rows)
-    typer.echo(
+    say(
         f"{len(rows)} operator{'s' if len(rows) > 1 else ''}, "
         f"{parameter_bytes / 2**20:.1f} MiB of parameters; "
         f"with {result.samples[-1]} samples forward {forward * 1e3:.2f} ms, "

@@ -15,7 +15,7 @@ from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.run_results import say_figures
-from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
+from anabranch.cli.settings import OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import InvalidPlanError
@@ -65,7 +65,6 @@ def rehearse(
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     steps: Annotated[int, typer.Option(min=1)] = STEPS,
     run: RunFolder = None,
-    as_json: AsJson = False,
 ) -> None:
     """Run a plan for any cluster here, on emulated devices. Nothing is trained.
 
@@ -90,7 +89,7 @@ def rehearse(
         planned = _searched(other.source(model), other.cluster, batch_size or 32)
     else:
         raise typer.BadParameter("there is no plan to rehearse; give --plan FILE or --cluster")
-    emulate(*planned, links, steps, run, model, as_json=as_json)
+    emulate(*planned, links, steps, run, model)
 
 
 def _searched(source: ModelSource, named: str, batch_size: int) -> tuple[Plan, Profile, Cluster]:
@@ -129,8 +128,6 @@ def emulate(
     steps: int,
     run: Path | None,
     model: str,
-    *,
-    as_json: bool,
 ) -> None:
     """Emulate a plan, keep its run in a folder and print its figures."""
     from anabranch.emulation.rehearsal import rehearse as emulated_run
@@ -138,8 +135,7 @@ def emulate(
     from anabranch.solve import foreseen
 
     began, emulated = time.time(), links.changed(cluster)
-    if not as_json:
-        say(foreseen(plan, profile, emulated)[0].summary())
+    say(foreseen(plan, profile, emulated)[0].summary())
     with progress_bar("emulated steps") as progress:
         result = usage(
             emulated_run,
@@ -159,9 +155,7 @@ def emulate(
             f"--time-scale {2 * result.time_scale:g} gives it more time"
         )
     page = folder / "report.html"
-    if as_json:
-        print_json({**result.figures(), "run": folder, "report": page})
-        return
+    print_json({**result.figures(), "run": folder, "report": page})
     sent = f"{result.num_messages} with {memory_text(result.message_bytes)} in a step"
     slower = (
         f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
@@ -170,4 +164,4 @@ def emulate(
     scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
     more = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
     say_figures(result.run, more)
-    typer.echo(f"report: {page}")
+    say(f"report: {page}")

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.output import file_to_write, print_json, say_written
-from anabranch.cli.settings import AsJson
 from anabranch.cli.spread import spread
 
 
@@ -17,7 +16,6 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     output: Annotated[Path | None, typer.Option("-o", "--output", callback=file_to_write)] = None,
     against: Path | None = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page about a run.
 
@@ -37,7 +35,5 @@ def report(
     name = against.resolve().name if against is not None else ""
     name = str(against) if name == run.resolve().name else name
     write_report(shown, path, against=(name, other) if other is not None else None)
-    if as_json:
-        print_json({"path": path})
-    else:
-        say_written(path)
+    print_json({"path": path})
+    say_written(path)

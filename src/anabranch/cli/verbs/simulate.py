@@ -13,10 +13,18 @@ import typer
 
 from anabranch.cli.clusters import note_other_model
 from anabranch.cli.comparison import STALENESS_WORDS, staleness_table
-from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
+from anabranch.cli.output import (
+    file_to_write,
+    in_json,
+    note,
+    print_json,
+    print_table,
+    say,
+    say_written,
+)
 from anabranch.cli.pages import write_page
 from anabranch.cli.parsing import usage
-from anabranch.cli.settings import AsJson, OtherPolicy, PlanFile, PlannedModelSettings, ScheduleName
+from anabranch.cli.settings import OtherPolicy, PlanFile, PlannedModelSettings, ScheduleName
 from anabranch.cli.source import model_of_plan
 from anabranch.cli.spread import spread
 from anabranch.plans.plan import Mode, Plan, time_text
@@ -39,7 +47,6 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
     report: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
     actions: Annotated[bool, typer.Option("--actions")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Predict the timeline of one step of PLAN.
 
@@ -59,7 +66,7 @@ def simulate(
     from anabranch import solve
     from anabranch.files import load_plan
 
-    if actions and not as_json:
+    if actions and not in_json():
         raise typer.BadParameter("--actions is for --json; --report draws them, --trace lists them")
     plan = load_plan(plan_file)
     batch_size = plan.stage_graph.batch_size
@@ -123,7 +130,7 @@ def simulate(
             }
             for span in timeline.spans
         ]
-    _say(shown, timeline, simulated, explanation, facts if as_json else None, files)
+    _say(shown, timeline, simulated, explanation, facts, files)
 
 
 def _compared(shown: Plan, file: Plan | None, limit: str) -> Plan:
@@ -165,13 +172,13 @@ def _say(
     timeline: Timeline,
     simulated: Simulated | None,
     why: Explanation | None,
-    facts: Mapping[str, Any] | None,
+    facts: Mapping[str, Any],
     files: Mapping[str, Path | None],
 ) -> None:
     """Print the figures of a step or, where there is no flush, of the full pipeline.
 
     Args:
-        facts: of the source, for a JSON document; None for text.
+        facts: of the source, for a JSON document.
         files: that were written, by what they are.
     """
     batch_size, figures = plan.stage_graph.batch_size, plan.figures
@@ -188,22 +195,20 @@ def _say(
         }
     if why is not None:
         more["explanation"] = why.to_dict()
-    if facts is not None:
-        print_json(
-            {
-                "step_s": step_s,
-                "bubble": bubble,
-                "device_peak_bytes": figures.device_peak_bytes,
-                "samples_per_s": batch_size / step_s if step_s else 0.0,
-                "profile": plan.profile,
-                "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
-                **more,
-                **facts,
-                **files,
-            }
-        )
-        return
-    typer.echo(figures.text(batch_size, plan.mode))
+    print_json(
+        {
+            "step_s": step_s,
+            "bubble": bubble,
+            "device_peak_bytes": figures.device_peak_bytes,
+            "samples_per_s": batch_size / step_s if step_s else 0.0,
+            "profile": plan.profile,
+            "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
+            **more,
+            **facts,
+            **files,
+        }
+    )
+    say(figures.text(batch_size, plan.mode))
     parts, whole_s = timeline.parts, timeline.step_s
     if simulated is not None:  # of a mini-batch of the full pipeline, as the line above
         count, whole_s = simulated.graph.batch_size // batch_size, step_s
@@ -211,12 +216,12 @@ def _say(
         parts["compute"] = (1 - bubble) * step_s  # fill and drain have other shares of the cores
         parts["wait"] = max(0.0, step_s - (sum(parts.values()) - parts["wait"]))
     shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in parts.items())
-    typer.echo(f"of {whole_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
-    typer.echo(f"costs: {plan.profile}")
+    say(f"of {whole_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
+    say(f"costs: {plan.profile}")
     if simulated is not None:
         print_table(*staleness_table(plan.policy, simulated.staleness))
         say(STALENESS_WORDS)
     if why is not None:
-        typer.echo(why.summary())
+        say(why.summary())
     for file in files.values():
         say_written(file)

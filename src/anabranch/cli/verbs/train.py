@@ -18,7 +18,7 @@ from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.progress import announce
-from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
+from anabranch.cli.settings import OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
@@ -40,7 +40,6 @@ def train(
     flush: training_settings.FlushSettings,
     emulated: Annotated[bool, typer.Option("--emulate")] = False,
     run: RunFolder = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
 
@@ -72,7 +71,7 @@ def train(
     preflight.require_new_run(run)
     announce("loading PyTorch")
     if emulated:
-        _rehearse(model, local, [training, compute, flush], training.steps, run, as_json=as_json)
+        _rehearse(model, local, [training, compute, flush], training.steps, run)
         return
     began = time.time()
     ranks = restarts.begin_surviving() if training.survive else None
@@ -105,7 +104,7 @@ def train(
         remark_uncalibrated(shown)
     if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
         remark_crowded(shown)
-    if is_first and not as_json:
+    if is_first:
         say(shown.summary())
         say(glossary(shown))
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
@@ -195,7 +194,7 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     if is_first:
         ended = run_results.how_to_go_on(result, training, run) if result.interrupted else ""
-        run_results.say_run(*keep(result), ended, as_json=as_json)
+        run_results.say_run(*keep(result), ended)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -206,8 +205,6 @@ def _rehearse(
     others: list[Any],
     steps: int | None,
     run: Path | None,
-    *,
-    as_json: bool,
 ) -> None:
     """Do what ``rehearse`` does with a plan file; other options mean nothing there."""
     named = [name for settings in (local, *others) for name in options_set(settings)]
@@ -218,7 +215,7 @@ def _rehearse(
             "--emulate needs a plan (--plan FILE); anabranch rehearse plans for a --cluster as well"
         )
     planned = planned_in_file(local.plan_file, model.model, OtherModelSettings(output=model.output))
-    emulate(*planned, LinkSettings(), steps or STEPS, run, model.model, as_json=as_json)
+    emulate(*planned, LinkSettings(), steps or STEPS, run, model.model)
 
 
 def _seeded(make: Callable[[], T], seed: int | None) -> T:

@@ -10,7 +10,7 @@ import typer
 from anabranch.cli.job import Job
 from anabranch.cli.output import print_json, say, say_error
 from anabranch.cli.rewriting import required_rewrites
-from anabranch.cli.settings import AsJson, LocalPlanSettings, NamedRewrites, TrainedModelSettings
+from anabranch.cli.settings import LocalPlanSettings, NamedRewrites, TrainedModelSettings
 from anabranch.cli.spread import spread
 
 
@@ -20,7 +20,6 @@ def verify(
     local: LocalPlanSettings,
     dropout: Literal["off", "sample", "stage"] = "off",
     rewrite: NamedRewrites = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train one step as a pipeline and in one process; compare loss and every gradient.
 
@@ -55,25 +54,23 @@ def verify(
     result = compare(
         job.workload, plan, captured=job.captured, device=local.device, dropout=dropout
     )
-    if as_json:
-        names = (
-            *("max_gradient_error", "bitwise", "loss", "reference_loss", "worst", "exact"),
-            *("loss_kind", "whole_batch_error", "against", "tolerance"),
-        )
-        graph = plan.stage_graph
-        print_json(
-            {
-                **{name: getattr(result, name) for name in names},
-                "devices": result.num_devices,
-                "stages": len(graph),
-                "edges": [list(edge) for edge in graph.edges],
-            }
-        )
-    else:
-        say(plan.summary())
-        say(result.summary())
-        if plan.precision != "fp32":
-            say("compared in fp32, as train does before its first step")
+    names = (
+        *("max_gradient_error", "bitwise", "loss", "reference_loss", "worst", "exact"),
+        *("loss_kind", "whole_batch_error", "against", "tolerance"),
+    )
+    graph = plan.stage_graph
+    print_json(
+        {
+            **{name: getattr(result, name) for name in names},
+            "devices": result.num_devices,
+            "stages": len(graph),
+            "edges": [list(edge) for edge in graph.edges],
+        }
+    )
+    say(plan.summary())
+    say(result.summary())
+    if plan.precision != "fp32":
+        say("compared in fp32, as train does before its first step")
     if not result.is_good:
         say_error(result.why())
         raise typer.Exit(1)
