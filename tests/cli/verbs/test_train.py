@@ -413,15 +413,18 @@ def test_figures_that_could_not_be_kept_are_refused_first(run, tmp_path, monkeyp
 
 @pytest.mark.dist
 def test_the_header_is_that_of_the_run(run, tmp_path):
-    """A plan for pipeoptim under stash: not its reason is told, and figures are predicted anew."""
+    """A plan for pipeoptim in fp32 under stash in bf16: not its reason is told, and figures are
+    predicted anew.
+    """
     options = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
     made = ("plan", TOWERS, *options, "--no-baselines", "--mode", "async", "-o", "plan.json")
     code, out, err = run(*made)
     assert code == 0, err
     assert "pipeoptim" in out
     train = ("train", TOWERS, "--plan", "plan.json", "--steps", "4", "--out", "a")
-    code, out, err = run(*train, "--policy", "stash")
+    code, out, err = run(*train, "--policy", "stash", "--precision", "bf16")
     assert code == 0, err
+    assert json.loads((tmp_path / "a" / "plan.json").read_text())["precision"] == "bf16"
     assert "without a calibration" not in err  # the prediction is of this moment
     assert "asynchronous 1f1b, stash, batch 8" in out
     assert "pipeoptim" not in out

@@ -276,7 +276,7 @@ def _plan(
     traits = "shard_optimizer", "sparse_embeddings", "precision"
     asked = {trait: getattr(compute, trait) for trait in traits}
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
-    if changed != job.plan and not is_async:
+    if changed != job.plan:
         job.plan = on_first(partial(job.predicted, changed))
     policy: WeightPolicy | str | None = None
     if is_async:
