@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from anabranch.cli.output import note, why_not
-from anabranch.cli.training_settings import ComputeSettings, FlushSettings, TrainingSettings
+from anabranch.cli.training_settings import (
+    SPARE_COPIES,
+    ComputeSettings,
+    FlushSettings,
+    TrainingSettings,
+)
 from anabranch.errors import DataError, OutputError, TrainingError
 from anabranch.plans.in_flight import with_in_flight
 
@@ -38,7 +43,7 @@ def refuse_mode(
         "--max-restarts": is_async and training.survive,
         "--survive and --replan: take one of them": training.survive and training.replan,
         "--spare-copies and --no-replace: only with --survive": not training.survive
-        and (training.spare_copies or not training.replace),
+        and (training.spare_copies != SPARE_COPIES or not training.replace),
         "round-robin is for --mode async; in steps with a flush the replicas of a stage split "
         "every micro-batch": not is_async and flush.round_robin,
         "--policy and its options are for --mode async; without it all passes read the same "

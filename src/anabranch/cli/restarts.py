@@ -17,7 +17,7 @@ import typer
 from anabranch.cli.job import Job
 from anabranch.cli.output import note
 from anabranch.cli.run_results import how_after_failure
-from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def surviving(
         record(f"step {step}: {failure}{how}")
         return job.plan, predicted_s
 
-    copies = SpareCopies(devices, training.spare_copies or SPARE_COPIES)
+    copies = SpareCopies(devices, training.spare_copies)
     return Survival(copies, begin, replaces=training.replace)
 
 

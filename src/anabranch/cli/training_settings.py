@@ -86,6 +86,7 @@ class TrainingSettings:
             most. torchrun has an option of that name itself.
         survive: Where a rank dies, the others keep their processes: a new rank takes its place, and
             all go on from copies of the state in memory. Ranks of one host, with a flush.
+        spare_copies: Steps between two of these copies, at most so many are done again.
         replace: --no-replace: no new rank takes the place of a dead one; with a device fewer
             training goes on under another plan.
         replan: Every 100 steps measure again, and go on under a better plan where its predicted
@@ -108,15 +109,7 @@ class TrainingSettings:
     timeout: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS")] = None
     max_restarts: Annotated[int, typer.Option(min=0)] = 0
     survive: Annotated[bool, typer.Option("--survive")] = False
-    spare_copies: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="STEPS",
-            help="Steps between two of these copies, at most so many are done again "
-            f"[default: {SPARE_COPIES}].",
-        ),
-    ] = None
+    spare_copies: Annotated[int, typer.Option(min=1, metavar="STEPS")] = SPARE_COPIES
     replace: bool = True
     replan: Annotated[bool, typer.Option("--replan")] = False
     check_batches: Literal["sampled", "full"] = "sampled"

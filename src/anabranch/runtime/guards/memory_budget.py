@@ -19,7 +19,7 @@ import torch
 
 from anabranch.device import accelerator
 from anabranch.device.kinds import kind_of
-from anabranch.plans.plan import Plan, memory_text
+from anabranch.plans.plan import Plan, memory_text, ranges
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.process_groups import device_digest
@@ -78,18 +78,13 @@ def _beyond_host(needs: Sequence[Need], kind: str) -> str:
         more = sum(max(needs[r].peak_bytes - needs[r].resident_bytes, 0) for r in ranks)
         free = min(needs[r].free_bytes for r in ranks) + sum(needs[r].given_bytes for r in ranks)
         if more > free * MARGIN:
-            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranks(ranks)} together"
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)} together"
             where = "the GPU" if kind_of(kind).own_memory else "the host or its container"
             return (
                 f"{who} would take {memory_text(more)} more at the peak by the plan's prediction, "
                 f"but {where} has {memory_text(free)} free"
             )
     return ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    consecutive = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
 
 
 def _free(place: torch.device) -> int:
