@@ -70,13 +70,13 @@ def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsy
     and each number is the document's.
     """
     save_run(run, tmp_path / "run")
-    say_run(run, tmp_path / "run", "")
+    say_run(run, tmp_path / "run", {})
     rows = in_terminal(capsys.readouterr().out)
     tiles = on_page((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
     del tiles["depth"]  # of the plan, which the terminal has told before
     assert rows == tiles
     with answering(as_json=True):
-        say_run(run, tmp_path / "run", "")
+        say_run(run, tmp_path / "run", {})
     document = json.loads(capsys.readouterr().out)
     assert rows["loss"].startswith(f"{document['last_loss']:.4f}, ")
     assert rows["held-out accuracy"].startswith(f"{document['metrics']['accuracy']:.4f}")
@@ -145,7 +145,7 @@ def test_a_metric_that_is_not_finite_is_told(tmp_path: Path, capsys) -> None:
     save_run(run, tmp_path / "run")
     assert math.isnan(load_run(tmp_path / "run").metrics["precision"])
     with answering(as_json=True):
-        say_run(run, tmp_path / "run", "")
+        say_run(run, tmp_path / "run", {})
     assert json.loads(capsys.readouterr().out)["metrics"] == {"loss": 0.5, "precision": None}
     (said,) = (f.line for f in told(run.figures()) if f.name == "held-out precision")
     assert said == "not finite"

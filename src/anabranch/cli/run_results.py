@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,26 +19,26 @@ from anabranch.errors import FileFormatError
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
-    from anabranch.timeline import Timeline
     from anabranch.training import Event
 
 
 def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
     """Write the run's folder, with the prediction of its step; ``plan`` as it was executed."""
+    from anabranch import solve
     from anabranch.record import Origin, StepPart, save_run
-    from anabranch.solve import explain
 
     run = replace(run, plan=plan or run.plan, origin=Origin.here())
     if job.profile is not None and run.predicted is not None:
-        cluster = job.cluster(len(run.plan.stage_graph.devices))
-        predicted, timeline = foreseen(job, run.plan)
-        timelines = (("predicted", timeline), *run.timelines)
-        run = replace(run, plan=predicted, timelines=timelines)
-        if run.mode == "sync":
-            why = explain(predicted, job.profile, cluster)
+        on = job.profile, job.cluster(len(run.plan.stage_graph.devices))
+        if run.mode == "async":  # whose figures are of the full pipeline, not of the timeline
+            timeline = solve.simulate(run.plan, *on)
+        else:
+            predicted, timeline = solve.foreseen(run.plan, *on)
+            why = solve.explain(predicted, *on)
             parts = tuple(StepPart(*line) for line in why.parts())
             figures = replace(predicted.figures, limit=why.limit)
             run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
+        run = replace(run, timelines=(("predicted", timeline), *run.timelines))
     save_run(run, folder)
     return run
 
@@ -123,33 +123,16 @@ def _kept(run: Run, folder: Path, save: Path | None) -> str:
     return text
 
 
-def foreseen(job: Job, plan: Plan) -> tuple[Plan, Timeline]:
-    """A plan with its figures where the ranks share this machine's cores, and the timeline."""
-    from anabranch import solve
-
-    assert job.profile is not None
-    cluster = job.cluster(len(plan.stage_graph.devices))
-    if plan.mode == "async":  # whose figures are of the full pipeline, not of the timeline
-        return plan, solve.simulate(plan, job.profile, cluster)
-    return solve.foreseen(plan, job.profile, cluster)
-
-
-def say_run(run: Run, folder: Path, ended: str) -> None:
-    """Print the figures of a run, and its end if that was early."""
-    page = folder / "report.html"
-    how = {"interrupted": run.interrupted, "run": folder, "report": page}
-    print_json({**run.figures(), **how})
-    say_figures(run)
-    say(f"report: {page}")
-    if ended:
-        note(ended)
-
-
-def say_figures(run: Run, more: Sequence[tuple[str, str]] = ()) -> None:
-    """The figures and what else there is, a row each; a terminal that is too narrow wraps them."""
+def say_run(
+    run: Run, folder: Path, facts: Mapping[str, Any], rows: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Print the figures of a run, with further facts of the document and rows of the text."""
     from anabranch.record.figures import told
 
-    print_rows([*((figure.name, figure.line) for figure in told(run.figures())), *more])
+    page = folder / "report.html"
+    print_json({**run.figures(), **facts, "run": folder, "report": page})
+    print_rows([*((figure.name, figure.line) for figure in told(run.figures())), *rows])
+    say(f"report: {page}")
 
 
 def say_stopping() -> None:

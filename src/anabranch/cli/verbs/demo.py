@@ -17,7 +17,7 @@ from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import in_json, print_json
 from anabranch.cli.preflight import require_new_run
-from anabranch.cli.run_results import foreseen, keep_run
+from anabranch.cli.run_results import keep_run
 from anabranch.cli.settings import LocalPlanSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
@@ -69,12 +69,13 @@ def demo(
         story.say(job.plan.summary())
         story.say(gain("sequential", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
+        from anabranch.solve import foreseen
         from anabranch.verification import verify
 
         verified = verify(job.workload, job.plan, captured=job.captured)
         story.say(verified.summary())
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
-        predicted = foreseen(job, job.plan)[1].step_s
+        predicted = foreseen(job.plan, profile, job.cluster(devices))[1].step_s
         result = train_job(job, TrainingSettings(steps=steps, check_gradients=False))
         result = replace(result, gradients=verified.summary().splitlines()[0])
     with story.chapter("Predicted against measured"):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.clusters import cluster_of, cluster_to_plan_for
-from anabranch.cli.output import note, print_json, say
+from anabranch.cli.output import note, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.run_results import say_figures
+from anabranch.cli.run_results import say_run
 from anabranch.cli.settings import OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
@@ -154,14 +154,11 @@ def emulate(
             f"this machine did not keep up: a rank was late by {result.late:.0%} of a step; "
             f"--time-scale {2 * result.time_scale:g} gives it more time"
         )
-    page = folder / "report.html"
-    print_json({**result.figures(), "run": folder, "report": page})
     sent = f"{result.num_messages} with {memory_text(result.message_bytes)} in a step"
     slower = (
         f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
         "each forward or backward on this machine"
     )
     scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
-    more = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
-    say_figures(result.run, more)
-    say(f"report: {page}")
+    rows = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
+    say_run(result.run, folder, result.figures(), rows)

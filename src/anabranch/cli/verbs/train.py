@@ -193,9 +193,10 @@ def train(
         run_results.say_stopped(training.save)
         raise typer.Exit(INTERRUPTED) from None
     if is_first:
-        ended = run_results.how_to_go_on(result, training, run) if result.interrupted else ""
-        run_results.say_run(*keep(result), ended)
+        run_results.say_run(*keep(result), {"interrupted": result.interrupted})
     if result.interrupted:
+        if is_first:
+            note(run_results.how_to_go_on(result, training, run))
         raise typer.Exit(INTERRUPTED)
 
 
