@@ -17,7 +17,7 @@ from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
 from anabranch.cli.run_file import refuse_beside_plan
 from anabranch.cli.source import ModelSource, Preset
-from anabranch.cli.spread import options_set
+from anabranch.cli.spread import Settings, options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.planner import PLANNERS
@@ -45,10 +45,7 @@ else:
     PlannerNames = list[StrEnum("Planner", list(PLANNERS))]
     PolicyNames = list[StrEnum("Policy", ["auto", *POLICIES])]
 
-Shape = Annotated[
-    Literal["graph", "chain"] | None,
-    typer.Option(help="For planner auto: stages as a graph (the default) or in one row."),
-]
+Shape = Literal["graph", "chain"]
 
 
 def _writable_output(values: list[str] | None) -> list[str] | None:
@@ -57,66 +54,11 @@ def _writable_output(values: list[str] | None) -> list[str] | None:
     return values
 
 
-NamedRewrites = Annotated[
-    str | None,
-    typer.Option(
-        metavar="none|NAME[,NAME]",
-        help="Rewrites of the model, as of plan --rewrite, which chooses among them "
-        "[default: none].",
-    ),
-]
-
 Device = Annotated[
     str | None,
     typer.Option(
         help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate "
         "[default: the cluster's]."
-    ),
-]
-Schedule = Annotated[
-    ScheduleName,
-    typer.Option(
-        help="auto lets the simulator choose; published is what the planner's paper runs."
-    ),
-]
-NoCalibration = Annotated[
-    bool,
-    typer.Option(
-        "--no-calibration", help="Predict local:N without the kept calibration of this machine."
-    ),
-]
-MicrobatchSize = Annotated[
-    int | None, typer.Option(min=1, help="Fix the micro-batch size; by default it is searched.")
-]
-MaxReplicas = Annotated[
-    int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
-]
-OtherPolicy = Annotated[
-    PolicyName | None,
-    typer.Option(
-        help="With --mode async: which weights forwards and backwards read; auto chooses anew "
-        "[default: the plan's; auto if it has none]."
-    ),
-]
-Optimizer = Annotated[
-    OptimizerName | None,
-    typer.Option(
-        help="With --mode async: what the model will be trained with, which decides what auto "
-        "chooses and how many copies of the weights a prediction takes [default: the model's own; "
-        "a profile file has none]."
-    ),
-]
-PlannedPrecision = Annotated[
-    Precision | None,
-    typer.Option(
-        help="Time and memory under autocast to bf16 or fp16, in which training by the plan is "
-        "then [default: fp32, or the profile file's]."
-    ),
-]
-NoCache = Annotated[
-    bool,
-    typer.Option(
-        "--no-cache", help="Capture the model even where an earlier capture is kept, and keep none."
     ),
 ]
 Output = Annotated[
@@ -131,14 +73,10 @@ Output = Annotated[
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
-RunFolder = Annotated[
-    Path | None,
-    typer.Option("--out", help="Where to keep figures and report [default: runs/MODEL-TIME]."),
-]
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Settings):
     """MODEL, what it is built with, and the file that a verb writes.
 
     Attributes:
@@ -168,8 +106,8 @@ class ModelSettings:
 class EstimatedModelSettings(ModelSettings):
     """As ``ModelSettings``, of a model whose capture may be kept."""
 
-    no_cache: NoCache = False
-    precision: PlannedPrecision = None
+    no_cache: Annotated[bool, typer.Option("--no-cache")] = False
+    precision: Precision | None = None
 
     @property
     def source(self) -> ModelSource:
@@ -189,7 +127,7 @@ class TrainedModelSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class OtherModelSettings:
+class OtherModelSettings(Settings):
     """Another model or cluster than those that a plan was made for.
 
     Attributes:
@@ -201,7 +139,7 @@ class OtherModelSettings:
     cluster: str | None = None
     output: Output = None
     preset: Preset | None = None
-    no_cache: NoCache = False
+    no_cache: Annotated[bool, typer.Option("--no-cache")] = False
     precision: Precision | None = None
 
     def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
@@ -218,9 +156,9 @@ class OtherModelSettings:
 class PlannedModelSettings(OtherModelSettings):
     """As ``OtherModelSettings``, with another device and optimizer."""
 
-    no_calibration: NoCalibration = False
+    no_calibration: Annotated[bool, typer.Option("--no-calibration")] = False
     device: Device = None
-    optimizer: Optimizer = None
+    optimizer: OptimizerName | None = None
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""
@@ -232,7 +170,7 @@ class PlannedModelSettings(OtherModelSettings):
 
 
 @dataclass(frozen=True)
-class PlanningSettings:
+class PlanningSettings(Settings):
     """A search, but for its planner and weight policy.
 
     Attributes:
@@ -249,13 +187,13 @@ class PlanningSettings:
 
     cluster: Annotated[str, typer.Option()]
     batch_size: Annotated[int, typer.Option(min=1)]
-    no_calibration: NoCalibration = False
-    microbatch_size: MicrobatchSize = None
-    schedule: Schedule = "auto"
-    max_replicas: MaxReplicas = None
+    no_calibration: Annotated[bool, typer.Option("--no-calibration")] = False
+    microbatch_size: Annotated[int | None, typer.Option(min=1)] = None
+    schedule: ScheduleName = "auto"
+    max_replicas: Annotated[int | None, typer.Option(min=1)] = None
     device: Device = None
     mode: Mode = "sync"
-    optimizer: Optimizer = None
+    optimizer: OptimizerName | None = None
     shard_optimizer: Annotated[
         bool | None, typer.Option("--shard-optimizer/--no-shard-optimizer")
     ] = None
@@ -271,7 +209,7 @@ class PlanningSettings:
 
 
 @dataclass(frozen=True)
-class LocalPlanSettings:
+class LocalPlanSettings(Settings):
     """The plan of local ranks: a file, or what is needed to make one.
 
     Attributes:
@@ -286,8 +224,8 @@ class LocalPlanSettings:
     plan_file: Annotated[Path | None, typer.Option("--plan", callback=refuse_beside_plan)] = None
     devices: Annotated[int | None, typer.Option(min=1)] = None
     batch_size: Annotated[int | None, typer.Option(min=1)] = None
-    microbatch_size: MicrobatchSize = None
-    schedule: Schedule = "auto"
+    microbatch_size: Annotated[int | None, typer.Option(min=1)] = None
+    schedule: ScheduleName = "auto"
     device: DeviceName = "cpu"
 
     @property

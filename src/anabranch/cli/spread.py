@@ -6,7 +6,7 @@ A verb takes settings of a few subjects and what is its own. typer reads one par
     --> anabranch verify MODEL --preset ... --granularity ... --plan ... --devices ... --json
 
 Help is read from the docstrings, where the annotation has none: from ``Attributes`` of settings,
-and from ``Args``, the last section, of a verb.
+and from ``Args``, the last section, of a verb. ``Settings`` has that of options of several verbs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from typing import Annotated, Any, get_args, get_type_hints
@@ -28,10 +28,35 @@ from anabranch.cli.output import answering
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one subject, with the help of options that several settings and verbs have.
+
+    Attributes:
+        max_replicas: At most this many data-parallel replicas per stage.
+        microbatch_size: Fix the micro-batch size; by default it is searched.
+        no_cache: Capture the model even where an earlier capture is kept, and keep none.
+        no_calibration: Predict local:N without the kept calibration of this machine.
+        optimizer: With --mode async: what the model will be trained with, which decides what auto
+            chooses and how many copies of the weights a prediction takes [default: the model's own;
+            a profile file has none].
+        policy: With --mode async: which weights forwards and backwards read; auto chooses anew
+            [default: the plan's; auto if it has none].
+        precision: Time and memory under autocast to bf16 or fp16, in which training by the plan is
+            then [default: fp32, or the profile file's].
+        rewrite: Rewrites of the model, as of plan --rewrite, which chooses among them
+            [default: none].
+        run: Where to keep figures and report [default: runs/MODEL-TIME].
+        schedule: auto lets the simulator choose; published is what the planner's paper runs.
+        shape: For planner auto: stages as a graph (the default) or in one row.
+    """
+
+
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb as typer reads it, with a parameter for every field of its settings, and --json."""
     hints = get_type_hints(verb, include_extras=True)
-    about, helps = _documented(verb, "Args")
+    about, own = _documented(verb, "Args")
+    helps = _documented(Settings, "Attributes")[1] | own
     settings: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for name, parameter in inspect.signature(verb).parameters.items():

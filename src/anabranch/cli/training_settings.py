@@ -17,6 +17,7 @@ from anabranch.cli import settings
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
+from anabranch.cli.spread import Settings
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Mode, Plan
@@ -56,11 +57,11 @@ class TrainedPlanSettings(settings.LocalPlanSettings):
 
     microbatch_size: Annotated[int | None, in_file(min=1)] = None
     schedule: Annotated[settings.ScheduleName, in_file()] = "auto"
-    max_replicas: settings.MaxReplicas = None
+    max_replicas: Annotated[int | None, typer.Option(min=1)] = None
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
+class TrainingSettings(Settings):
     """Length of training, checkpoints, evaluation and logs.
 
     Attributes:
@@ -190,7 +191,7 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
-class ComputeSettings:
+class ComputeSettings(Settings):
     """Arithmetic of stages and updates; ``ComputeOptions`` documents the keys.
 
     Attributes:
@@ -230,7 +231,7 @@ class ComputeSettings:
 
 
 @dataclass(frozen=True)
-class FlushSettings:
+class FlushSettings(Settings):
     """Training with or without a flush, and which weights are read without.
 
     Attributes:
@@ -242,7 +243,7 @@ class FlushSettings:
     """
 
     mode: Mode | None = None
-    policy: settings.OtherPolicy = None
+    policy: settings.PolicyName | None = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None

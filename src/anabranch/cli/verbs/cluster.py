@@ -11,7 +11,6 @@ import typer
 from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.settings import NoCalibration
 from anabranch.cli.spread import spread
 from anabranch.cluster import Cluster
 
@@ -21,7 +20,7 @@ def cluster(
     name: Annotated[str | None, typer.Argument(metavar="CLUSTER")] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", callback=file_to_write)] = None,
-    no_calibration: NoCalibration = False,
+    no_calibration: Annotated[bool, typer.Option("--no-calibration")] = False,
 ) -> None:
     """Show a cluster, or measure one.
 

@@ -29,8 +29,8 @@ def compare(
     planner_option: Annotated[
         list[str] | None, typer.Option(metavar="[PLANNER.]NAME=VALUE")
     ] = None,
-    shape: settings.Shape = None,
-    rewrite: settings.NamedRewrites = None,
+    shape: settings.Shape | None = None,
+    rewrite: Annotated[str | None, typer.Option(metavar="none|NAME[,NAME]")] = None,
     policy: settings.PolicyNames | None = None,
     report: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from anabranch.cli.local_run import train_job
 from anabranch.cli.output import in_json, print_json
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.run_results import keep_run
-from anabranch.cli.settings import LocalPlanSettings, RunFolder
+from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.cli.training_settings import TrainingSettings
@@ -37,7 +38,7 @@ def demo(
     devices: Annotated[int, typer.Option(min=1)] = 4,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 1500,
-    run: RunFolder = None,
+    run: Annotated[Path | None, typer.Option("--out")] = None,
 ) -> None:
     """The main job from start to end: capture, measure, plan, verify, train, show.
 

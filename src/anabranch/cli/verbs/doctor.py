@@ -10,9 +10,9 @@ from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.progress import begin_compiling
-from anabranch.cli.settings import PlannedPrecision, TrainedModelSettings
+from anabranch.cli.settings import TrainedModelSettings
 from anabranch.cli.spread import spread
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, Precision
 
 
 @spread
@@ -21,7 +21,7 @@ def doctor(
     cluster: str = "summit:1x4",
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     device: str = "v100",
-    precision: PlannedPrecision = None,
+    precision: Precision | None = None,
 ) -> None:
     """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
     weights, batch normalisation; whether its optimizer can be made; what a graph of stages can

@@ -43,7 +43,7 @@ def plan(
     planning: settings.PlanningSettings,
     planner: settings.PlannerName = "auto",
     planner_option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None,
-    shape: settings.Shape = None,
+    shape: settings.Shape | None = None,
     rewrite: Annotated[str, typer.Option(metavar="auto|none|NAME[,NAME]")] = "auto",
     policy: settings.PolicyName | None = None,
     start: Annotated[Path | None, typer.Option("--from")] = None,

@@ -15,9 +15,9 @@ from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.run_results import say_run
-from anabranch.cli.settings import OtherModelSettings, RunFolder
+from anabranch.cli.settings import OtherModelSettings
 from anabranch.cli.source import ModelSource
-from anabranch.cli.spread import spread
+from anabranch.cli.spread import Settings, spread
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, memory_text, time_text
 
@@ -30,7 +30,7 @@ STEPS = 5
 
 
 @dataclass(frozen=True)
-class LinkSettings:
+class LinkSettings(Settings):
     """Links of emulated devices, and the time that they have.
 
     Attributes:
@@ -64,7 +64,7 @@ def rehearse(
     plan_file: Annotated[Path | None, typer.Option("--plan")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     steps: Annotated[int, typer.Option(min=1)] = STEPS,
-    run: RunFolder = None,
+    run: Annotated[Path | None, typer.Option("--out")] = None,
 ) -> None:
     """Run a plan for any cluster here, on emulated devices. Nothing is trained.
 

@@ -24,7 +24,7 @@ from anabranch.cli.output import (
 )
 from anabranch.cli.pages import write_page
 from anabranch.cli.parsing import usage
-from anabranch.cli.settings import OtherPolicy, PlanFile, PlannedModelSettings, ScheduleName
+from anabranch.cli.settings import PlanFile, PlannedModelSettings, PolicyName, ScheduleName
 from anabranch.cli.source import model_of_plan
 from anabranch.cli.spread import spread
 from anabranch.plans.plan import Mode, Plan, time_text
@@ -42,7 +42,7 @@ def simulate(
     model: Annotated[str | None, typer.Argument()] = None,
     schedule: ScheduleName | None = None,
     mode: Mode | None = None,
-    policy: OtherPolicy = None,
+    policy: PolicyName | None = None,
     why: Annotated[bool, typer.Option("--why")] = False,
     trace: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
     report: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,

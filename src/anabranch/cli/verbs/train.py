@@ -18,7 +18,7 @@ from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.progress import announce
-from anabranch.cli.settings import OtherModelSettings, RunFolder
+from anabranch.cli.settings import OtherModelSettings
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
@@ -39,7 +39,7 @@ def train(
     compute: training_settings.ComputeSettings,
     flush: training_settings.FlushSettings,
     emulated: Annotated[bool, typer.Option("--emulate")] = False,
-    run: RunFolder = None,
+    run: Annotated[Path | None, typer.Option("--out")] = None,
 ) -> None:
     """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
 from anabranch.cli.job import Job
 from anabranch.cli.output import print_json, say, say_error
 from anabranch.cli.rewriting import required_rewrites
-from anabranch.cli.settings import LocalPlanSettings, NamedRewrites, TrainedModelSettings
+from anabranch.cli.settings import LocalPlanSettings, TrainedModelSettings
 from anabranch.cli.spread import spread
 
 
@@ -19,7 +19,7 @@ def verify(
     model: TrainedModelSettings,
     local: LocalPlanSettings,
     dropout: Literal["off", "sample", "stage"] = "off",
-    rewrite: NamedRewrites = None,
+    rewrite: Annotated[str | None, typer.Option(metavar="none|NAME[,NAME]")] = None,
 ) -> None:
     """Train one step as a pipeline and in one process; compare loss and every gradient.
 
