@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anabranch.cluster import Calibration, Cluster, Level, Machine
+from anabranch.cluster import Cluster
 from anabranch.files.jsonfile import (
     LIMITS,
     FilePath,
@@ -47,20 +47,7 @@ def load_cluster(text: FilePath) -> Cluster:
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """The document that ``save_cluster`` writes."""
-    calibration = cluster.calibration
-    return document_fields(
-        cluster,
-        ClusterFile,
-        schema_=CLUSTER,
-        levels=[document_fields(level, _LevelEntry) for level in cluster.levels],
-        calibration=None if calibration is None else calibration_to_dict(calibration),
-    )
-
-
-def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
-    """Calibration in a cluster file."""
-    machine = document_fields(calibration.machine, _MachineEntry)
-    return document_fields(calibration, _CalibrationEntry, machine=machine)
+    return document_fields(cluster, ClusterFile, schema_=CLUSTER)
 
 
 class _LevelEntry(Strict):
@@ -110,13 +97,4 @@ def to_cluster(file: ClusterFile) -> Cluster:
         raise ValueError(
             f"levels multiply to {devices} devices; at most {LIMITS.devices} are allowed"
         )
-    levels, calibration = [from_document(Level, level) for level in file.levels], file.calibration
-    return from_document(
-        Cluster,
-        file,
-        levels=levels,
-        calibration=calibration
-        and from_document(
-            Calibration, calibration, machine=from_document(Machine, calibration.machine)
-        ),
-    )
+    return from_document(Cluster, file)

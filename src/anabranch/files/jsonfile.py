@@ -14,11 +14,13 @@ import re
 import stat
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from anabranch.errors import FileFormatError
 
@@ -51,8 +53,14 @@ _WIDTH = 100
 
 
 class Strict(BaseModel):
-    """Model that converts no types and refuses unknown keys."""
+    """Model that converts no types and refuses unknown keys.
 
+    Attributes:
+        brief: fields that are not written at their defaults, which a reader takes for granted; True
+            for all that have one.
+    """
+
+    brief: ClassVar[Collection[str] | bool] = ()
     model_config = ConfigDict(
         strict=True,
         extra="forbid",
@@ -67,29 +75,53 @@ _File = TypeVar("_File", bound=Strict)
 _Core = TypeVar("_Core")
 
 
-def document_fields(
-    core: object, model: type[BaseModel], *, brief: Collection[str] = (), **special: Any
-) -> dict[str, Any]:
-    """Attributes as document keys, tuples as lists; ``special`` has those that differ.
-
-    Args:
-        brief: attributes that are left out at their defaults, which a reader takes for granted.
+def document_fields(core: object, model: type[Strict], **special: Any) -> dict[str, Any]:
+    """Attributes as document keys, tuples as lists, also of objects within; ``special`` has those
+    that differ.
     """
     document = {}
     for name, field in model.model_fields.items():
-        value = special[name] if name in special else getattr(core, name)
-        value = list(value) if isinstance(value, tuple) else value
-        is_brief = name in brief and not field.is_required()
+        value = _written(special[name] if name in special else getattr(core, name), field)
+        is_brief = not field.is_required() and (model.brief is True or name in (model.brief or ()))
         if not is_brief or value != field.get_default(call_default_factory=True):
             document[field.alias or name] = value
     return document
 
 
-def from_document(kind: type[_Core], document: BaseModel, **special: Any) -> _Core:
-    """An object of a core type with a document's fields, lists as tuples, and ``special`` ones."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    values = {name: value for name, value in document if name in names} | special
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+def _written(value: Any, field: FieldInfo) -> Any:
+    """The value of an attribute as a document has it."""
+    if isinstance(value, tuple):
+        return [_written(item, field) for item in value]
+    if not is_dataclass(value):
+        return value
+    model: Any = (get_args(field.annotation) or (field.annotation,))[0]  # in a list, or None
+    return document_fields(value, model)
+
+
+def from_document(kind: type[_Core], document: Strict, **special: Any) -> _Core:
+    """An object of a core type with a document's fields, lists as tuples, also of objects within,
+    and ``special`` ones.
+    """
+    hints = _hints(kind)  # type: ignore[arg-type]
+    values = {name: value for name, value in document if name in hints} | special
+    return kind(**{name: _read(value, hints[name]) for name, value in values.items()})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Field -> type, of a core type."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """The value of a document as an attribute of this type has it."""
+    if isinstance(value, list):
+        return tuple(_read(item, hint) for item in value)
+    if not isinstance(value, Strict):
+        return value
+    kind: Any = (get_args(hint) or (hint,))[0]  # in a tuple, or None
+    return from_document(kind, value)
 
 
 def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:

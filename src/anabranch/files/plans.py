@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -30,7 +29,7 @@ from anabranch.files.jsonfile import (
     save,
     validate,
 )
-from anabranch.graph.opgraph import Granularity, ModelSize, Precision
+from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
 from anabranch.plans.stages import MOST_MICROBATCHES, Stage, StageGraph
 from anabranch.schedule import asynchronous, rule_named
@@ -72,15 +71,13 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     asynchronous plans only, ``round_robin``, ``shard_optimizer``, ``sparse_embeddings`` and
     ``interrupted`` of those of which they are true, ``precision`` of those for bf16 or fp16.
     """
-    graph, machines, size = plan.stage_graph, plan.machines, plan.model_size
+    graph, machines = plan.stage_graph, plan.machines
     document = document_fields(
         plan,
         _PlanFile,
-        brief=_SOMETIMES,
         schema_=PLAN,
         options=dict(plan.options),
         machines=machines and cluster_to_dict(machines),
-        model_size=size and asdict(size),
         batch_size=graph.batch_size,
         depth=graph.depth,
         shape=graph.shape,
@@ -92,12 +89,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         document["predicted"]["digest"] = _digest(document)
     return document
 
-
-_SOMETIMES = (
-    *("rewrites", "machines", "model_size", "mode", "policy", "round_robin", "shard_optimizer"),
-    *("sparse_embeddings", "interrupted", "predicted", "precision"),
-)
-"""Keys of some plans only."""
 
 _BESIDES = (
     *("planner", "profile", "model_size", "interrupted"),
@@ -116,8 +107,7 @@ def _digest(document: dict[str, Any]) -> str:
 
 def _prediction(predicted: Prediction, graph: StageGraph) -> dict[str, Any]:
     rate = _samples_per_s(predicted.step_s, graph)
-    few = "data_parallel_s", "chain_s", "limit"
-    return document_fields(predicted, _PredictionEntry, brief=few, samples_per_s=rate, digest="")
+    return document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
 
 
 def _samples_per_s(step_s: float, graph: StageGraph) -> float:
@@ -139,6 +129,7 @@ class _StageEntry(Strict):
 
 
 class _PredictionEntry(Strict):
+    brief = ("data_parallel_s", "chain_s", "limit")
     step_s: Seconds
     samples_per_s: Annotated[float, Field(ge=0)]
     bottleneck_s_per_sample: Seconds
@@ -161,6 +152,10 @@ class _ModelSizeEntry(Strict):
 
 
 class _PlanFile(Strict):
+    brief = (
+        *("rewrites", "machines", "model_size", "mode", "policy", "round_robin", "shard_optimizer"),
+        *("sparse_embeddings", "interrupted", "predicted", "precision"),
+    )
     schema_: Literal["anabranch.plan/1"] = Field(alias="schema")
     planner: Text = ""
     model: Text
@@ -218,7 +213,6 @@ def _to_plan(file: _PlanFile) -> Plan:
         notes=notes,
         options=tuple(file.options.items()),
         machines=machines,
-        model_size=file.model_size and from_document(ModelSize, file.model_size),
     )
 
 

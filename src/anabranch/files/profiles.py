@@ -24,17 +24,8 @@ from anabranch.files.jsonfile import (
     save,
 )
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import (
-    BATCH,
-    Granularity,
-    LookupTable,
-    Op,
-    OpGraph,
-    Parameter,
-    Precision,
-    Value,
-)
-from anabranch.profile.profile import OpCost, Profile, UpdateCost
+from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Precision, Value
+from anabranch.profile.profile import OpCost, Profile
 
 PROFILE = "anabranch.profile/1"
 
@@ -56,6 +47,7 @@ class _TableEntry(Strict):
 
 
 class _ParameterEntry(Strict):
+    brief = ("table",)
     name: Name
     nbytes: Size
     trainable: bool
@@ -63,6 +55,7 @@ class _ParameterEntry(Strict):
 
 
 class _OperatorEntry(Strict):
+    brief = True
     name: Name
     kind: Text
     parameters: list[Name]
@@ -88,6 +81,7 @@ class _ValueEntry(Strict):
 
 
 class _UpdateEntry(Strict):
+    brief = True
     fixed_s: Seconds
     tensor_s: Seconds
     byte_s: Seconds
@@ -96,6 +90,7 @@ class _UpdateEntry(Strict):
 
 
 class _ProfileFile(Strict):
+    brief = True
     schema_: Literal["anabranch.profile/1"] = Field(alias="schema")
     name: Text
     granularity: Granularity
@@ -118,7 +113,7 @@ class _ProfileFile(Strict):
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """The document that ``save_profile`` writes; what few profiles have is left out of others."""
-    graph, update = profile.graph, profile.update
+    graph = profile.graph
     names = [op.name for op in graph.ops]
     values = [
         document_fields(
@@ -133,33 +128,22 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
     return document_fields(
         graph,
         _ProfileFile,
-        brief=_ProfileFile.model_fields,
         schema_=PROFILE,
         device=profile.device,
         source=profile.source,
         proportional=profile.proportional,
         samples=profile.samples,
-        parameters=[_from_parameter(parameter) for parameter in graph.parameters],
-        operators=[
-            document_fields(cost, _OperatorEntry, brief=_OperatorEntry.model_fields, **asdict(op))
-            for op, cost in costs
-        ],
+        operators=[document_fields(cost, _OperatorEntry, **asdict(op)) for op, cost in costs],
         values=values,
-        update=update and document_fields(update, _UpdateEntry, brief=_UpdateEntry.model_fields),
+        update=profile.update,
         read_sample_s=profile.read_sample_s,
     )
-
-
-def _from_parameter(parameter: Parameter) -> dict[str, Any]:
-    table = parameter.table and document_fields(parameter.table, _TableEntry)
-    return document_fields(parameter, _ParameterEntry, brief=("table",), table=table)
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
     """The profile of a document; raises ValueError, which names the key, if it is none."""
     costs = tuple(from_document(OpCost, op) for op in file.operators)
-    update = file.update and from_document(UpdateCost, file.update)
-    return from_document(Profile, file, graph=_to_graph(file), costs=costs, update=update)
+    return from_document(Profile, file, graph=_to_graph(file), costs=costs)
 
 
 def _to_graph(file: _ProfileFile) -> OpGraph:
@@ -180,13 +164,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
         file,
         ops=tuple(from_document(Op, op) for op in file.operators),
         values=tuple(to_value(i, value) for i, value in enumerate(file.values)),
-        parameters=tuple(_to_parameter(parameter) for parameter in file.parameters),
     )
-
-
-def _to_parameter(entry: _ParameterEntry) -> Parameter:
-    table = entry.table and from_document(LookupTable, entry.table)
-    return from_document(Parameter, entry, table=table)
 
 
 def _unique_index(names: Sequence[str]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,7 +30,7 @@ from anabranch.files.jsonfile import (
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.record.figures import beside, tables, told
-from anabranch.record.run import Origin, Run, StepPart, finite
+from anabranch.record.run import Origin, Run, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
@@ -67,8 +67,6 @@ def save_run(run: Run, folder: Path) -> None:
         _RunFile,
         schema_=RUN,
         timelines=[_to_dict(title, timeline) for title, timeline in run.timelines],
-        origin=run.origin and asdict(run.origin),
-        parts=[asdict(part) for part in run.parts],
         metrics=finite(run.metrics),
     )
     write_document(folder / "run.json", document)
@@ -103,8 +101,6 @@ def load_run(folder: Path) -> Run:
         file,
         plan=load_plan(folder / "plan.json"),
         timelines=timelines,
-        origin=file.origin and from_document(Origin, file.origin),
-        parts=tuple(from_document(StepPart, part) for part in file.parts),
         metrics={name: math.nan if m is None else m for name, m in file.metrics.items()},
     )
 
