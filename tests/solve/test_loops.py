@@ -20,7 +20,7 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve import check_plan, plan, simulate
 from anabranch.solve.bound import step_bound
-from anabranch.solve.schedule_choice import LOOP_SCHEDULES, best_loop
+from anabranch.solve.schedule_choice import LOOP_SCHEDULES, best_loop, least_bounds
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 
@@ -123,6 +123,21 @@ def test_memory_is_that_of_all_stages_of_a_device():
     less = replace(cost.cluster, memory_bytes=needed - 1)
     best = planned(replace(cost, cluster=less), 2)
     assert max(best.predicted.device_peak_bytes) < needed
+
+
+def test_rows_that_do_not_fit_leave_their_places_to_others():
+    """Those with the least bounds are simulated, of those that fit under 1F1B: a model with little
+    room had only rows with the most replicas tried, of which none fitted.
+    """
+    cost = row(5, 2)
+    needed = max(planned(cost, 2).predicted.device_peak_bytes)
+    small = replace(cost, cluster=replace(cost.cluster, memory_bytes=needed - 1))
+    near = least_bounds(small, rows_on_devices(cost, 2), math.inf, ("zb-h2",))
+    judges = [Judge(ShortestStep(small, ("1f1b",))) for _ in near]
+    for judge, graph in zip(judges, near, strict=True):
+        judge.consider([graph])
+    assert near
+    assert all(judge.best is not None for judge in judges)
 
 
 def test_a_loop_has_to_be_below_the_limit():

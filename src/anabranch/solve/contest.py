@@ -168,8 +168,8 @@ class Contest:
         best_cost = costs[0]
         for turn in range(SETTINGS.loop_turns):
             before = best
-            if len(graphs) > SETTINGS.most_loops:  # bounds with shared state are much the same
-                graphs = [*least_bounds(costs[0], graphs, limit, ways[-1])]
+            if len(graphs) > SETTINGS.most_loops:  # with the least memory; bounds are alike
+                graphs = [*least_bounds(costs[-1], graphs, limit, ways[-1])]
             for cost in costs:
                 some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
                 if (better := best_loop(cost, some, limit, ways, passes)) is not None:

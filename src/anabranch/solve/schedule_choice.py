@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import anabranch.planner as planners
 from anabranch.cost import CostModel
@@ -149,18 +150,24 @@ def best_loop(
 def least_bounds(
     cost: CostModel, graphs: Iterable[StageGraph], limit: float, schedules: tuple[str, ...]
 ) -> dict[StageGraph, float]:
-    """The ``most_loops`` stage graphs with the least bounds below a limit, the least first: a bound
-    of the step under some schedules, or what the busiest port carries, as rows that pass the
-    devices several times send much.
+    """The ``most_loops`` stage graphs with the least bounds below a limit that fit under 1F1B, the
+    least first: a bound of the step under some schedules, or what the busiest port carries, as rows
+    that pass the devices several times send much.
     """
     lower, known = ShortestStep(cost, schedules), dict[StageGraph, float]()
+    plain, memory_bytes = ShortestStep(cost, AUTO[:1]), cost.cluster.memory_bytes
+
+    def fits(graph: StageGraph) -> bool:
+        costs = lower.prices(graph)
+        return plain.peak_bytes(costs, *next(plain.runs(costs))) <= memory_bytes
+
     for graph in graphs:
         with suppress(InvalidPlanError, ProfileError):
             costs = lower.prices(graph)
             if (least_s := lower.least_s(costs, limit)) < limit:
                 known[graph] = max([least_s, *port_seconds(costs, costs.graph).values()])
     near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
-    return {graph: known[graph] for graph in near[: SETTINGS.most_loops]}
+    return {graph: known[graph] for graph in islice(filter(fits, near), SETTINGS.most_loops)}
 
 
 def _passes(graph: StageGraph) -> int:
