@@ -265,29 +265,23 @@ def _to_prediction(predicted: _PredictionEntry, graph: StageGraph) -> Prediction
 
 
 def _check_mode(file: _PlanFile) -> None:
-    if file.mode == "sync" and file.policy:
-        raise ValueError(
-            f"policy is {file.policy!r}, but mode is 'sync', where all weights have one version; "
-            "leave out the policy, or write 'async' to mode"
-        )
-    if file.mode == "sync" and file.round_robin:
-        raise ValueError(
-            "round_robin is true, but mode is 'sync', where replicas split every micro-batch; "
-            "leave it out, or write 'async' to mode"
-        )
-    if file.mode == "async" and not file.policy:
-        known = ", ".join(POLICIES)
-        raise ValueError(f"mode is 'async', but policy is empty; it takes one of {known}")
-    if file.mode == "async" and file.shard_optimizer:
-        raise ValueError(
-            "shard_optimizer is true, but mode is 'async', where every replica makes its own "
-            "versions of the weights; leave it out"
-        )
-    if file.mode == "async" and file.sparse_embeddings:
-        raise ValueError(
-            "sparse_embeddings is true, but mode is 'async', where gradients of tables are what "
-            "the model asks for; leave it out"
-        )
+    is_sync = file.mode == "sync"
+    refused = {
+        f"policy is {file.policy!r}, but mode is 'sync', where all weights have one version; leave "
+        "out the policy, or write 'async' to mode": is_sync and file.policy,
+        "round_robin is true, but mode is 'sync', where replicas split every micro-batch; leave it "
+        "out, or write 'async' to mode": is_sync and file.round_robin,
+        f"mode is 'async', but policy is empty; it takes one of {', '.join(POLICIES)}": not (
+            is_sync or file.policy
+        ),
+        "shard_optimizer is true, but mode is 'async', where every replica makes its own versions "
+        "of the weights; leave it out": not is_sync and file.shard_optimizer,
+        "sparse_embeddings is true, but mode is 'async', where gradients of tables are what the "
+        "model asks for; leave it out": not is_sync and file.sparse_embeddings,
+    }
+    for why, holds in refused.items():
+        if holds:
+            raise ValueError(why)
 
 
 def _to_stage(index: int, stage: _StageEntry) -> Stage:
