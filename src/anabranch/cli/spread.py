@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -123,6 +123,7 @@ def _with_help(type_: Any, text: str | None) -> Any:
     return Annotated[type_.__origin__ if known else type_, info]
 
 
+@cache  # most settings are of several verbs
 def _documented(thing: Any, section: str) -> tuple[str, dict[str, str]]:
     """The docstring before a section, and the entries of the section by their names."""
     about, _, rest = (inspect.getdoc(thing) or "").partition(f"\n\n{section}:\n")
