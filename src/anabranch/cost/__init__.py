@@ -7,7 +7,7 @@ samples has n = ceil(b / d) samples on its fullest replica:
     forward    sum over operators of forward_s(n)           (linear between measured sample counts)
     backward   sum over operators of backward_s(n)          (+ the forward again with recomputation)
     transfer   latency + bytes / bandwidth                  of the slowest link on the way
-    allreduce  2 (d-1)/d * bytes / bandwidth + 2 (d-1) * latency        (ring)
+    allreduce  2 (d-1)/d * bytes / bandwidth + 2 ceil(log2 d) * latency     (per bucket)
     memory     parameters + trainable parameters * (versions + optimizer)
                + in flight * n * kept bytes + what enters, for as long as it is held
     update     fixed + per parameter + per byte of them

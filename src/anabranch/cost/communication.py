@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +30,20 @@ def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
 def ring_price(
     bandwidth: float, latency_s: float, ranks: int, updates: int = 1
 ) -> tuple[float, float]:
-    """Seconds per byte and of latency of ring all-reduces of one message, for ``transfer_s``.
+    """Seconds per byte and of latency of all-reduces of one message, for ``transfer_s``.
+
+    Each rank sends what it sends in a ring, in as many steps as two binary trees take (Sanders,
+    Speck and Traff, *Two-tree algorithms for full bandwidth broadcast, reduction and scan*, 2009),
+    which NCCL has for many ranks. The steps of a ring, ``2 (ranks - 1)``, would be most of the time
+    from some hundred ranks on. Gloo has a ring alone.
 
     Args:
         bandwidth: of the slowest link among the ranks, as for the latency.
         ranks: how many sum their gradients.
         updates: how often.
     """
-    steps = 2 * (ranks - 1)
-    return steps / ranks / bandwidth * updates, steps * latency_s * updates
+    steps = 2 * math.ceil(math.log2(ranks))
+    return 2 * (ranks - 1) / ranks / bandwidth * updates, steps * latency_s * updates
 
 
 def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
