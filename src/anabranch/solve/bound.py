@@ -11,28 +11,27 @@ computes one after the other, and stages share the D devices::
 
     sum over o of  min over r of  r * busy(o, r)  <=  D * T
 
-Before a stage's first forward its inputs have come the longest way from the beginning. What of this
-way lies in the stage itself is in ``busy`` already, as one forward; without that, ``before(o)``
-seconds are left to the operators before o::
+Only those r count that operator o allows. Before its first forward its inputs have come the longest
+way from the beginning. Its gradients are final after its own last backward, so ``busy`` and the
+all-reduce follow one another. The gradients of its last inputs go back the same way, while
+gradients of weights may still be computed where backwards are split::
 
-    sum over o of  min over r of  r * (busy(o, r) - one forward) / (T - before(o))  <=  D
+    before(o) + busy(o, r) + all-reduce  <=  T
+    before(o) + min over n of  x / n * (f(n) + i(n))  +  behind(o)  <=  T
 
-Only those r count that operator o allows: the way and its own seconds fit in T. Its gradients are
-final after its own last backward, so ``busy`` and the all-reduce follow one another. The gradients
-of its last inputs go back the same way, while gradients of weights may still be computed where
-backwards are split: with i, what gradients of inputs take of b, ``min over n of x / n * (f(n) +
-i(n))`` and the way back fit in T as well. (While the all-reduce was left out here, plans for the 60
-cases of the map in ``benchmarks/planners`` were within 1.74 times the bound in the median, and then
-1.31.)
+Here i is what gradients of inputs take of b, and ``behind`` the way back. (While the all-reduce was
+left out, plans for the 60 cases of the map in ``benchmarks/planners`` were within 1.74 times the
+bound in the median, and then 1.31.)
 
 Operator h has most gradients to sum. With few replicas it computes long, with many its all-reduce
 takes long, and either way its stage has little time for others. Of these all but one backward comes
 before the gradients of h are final. Those of operators before h are final later, and all-reduces of
-the same devices take turns::
+the same devices take turns. One forward may be on the way to h already::
 
-    beside(o, r)   min over n of  x / n * (f(n) + b(n)) - b(n)  +  all-reduce, where o is before h
+    beside(o, r)   min over n of  x / n * (f(n) + b(n)) - b(n)  -  one forward
+                   +  all-reduce, where o is before h
 
-    before(h) + busy(h, r) + all-reduce of h + sum of beside(o, r) - one forward  <=  T
+    before(h) + busy(h, r) + all-reduce of h + sum of beside(o, r)  <=  T
 
 So for some r the operators that do not fit into that stage have devices enough in the sum above,
 of which D - r are left to them. Which to take in is a knapsack, whose items may be cut here. (Plans
@@ -180,18 +179,14 @@ class _Relaxation:
 
     Attributes:
         least: the shortest step that an operator allows; infinite for too many replicas.
-        first_s: forward of the smallest slice.
-        before_s: of the forwards before it on the longest path.
         heaviest: the operator with most gradients to sum.
-        own_s: its passes, all-reduce and update, by replicas.
+        own_s: the longest path to it, its passes, all-reduce and update, by replicas.
         beside: what another operator of its stage takes before its gradients are final, and of an
             all-reduce that follows its own.
     """
 
     busy: Floats
     least: Floats
-    first_s: Floats
-    before_s: Floats
     heaviest: int
     own_s: Floats
     beside: Floats
@@ -222,10 +217,10 @@ class _Relaxation:
             busy[row] = compute_s.min(axis=0) + update_s / replicas
             alone_s = busy[row] + transfer_s(held.summed, byte_s, latency_s)
             least[row] = before_s + np.maximum(alone_s, returned_s + behind_s)
-            own_s[row] = alone_s[heaviest]
+            own_s[row] = (before_s + alone_s)[heaviest]
             # The latency is of a bucket, which may have gradients of other operators as well.
-            beside[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0)
-            beside[row] += held.summed * byte_s * earlier
+            rest_s = (compute_s - backward_s[fitting]).min(axis=0) - forward_s[0]
+            beside[row] = np.maximum(rest_s, 0.0) + held.summed * byte_s * earlier
         for level, replicas in enumerate(() if several else cost.cluster.group_sizes[:-1]):
             if replicas <= min(shape[0] - 1, batch_size):
                 apart_s = np.inf
@@ -235,7 +230,7 @@ class _Relaxation:
                 filled_s = _filled_s(cost, batch_size, level, samples, forward_s, backward_s)
                 filled_s += update_s / replicas
                 least[replicas - 1] = np.maximum(least[replicas - 1], np.minimum(filled_s, apart_s))
-        return _Relaxation(busy, least, forward_s[0], before_s, heaviest, own_s, beside)
+        return _Relaxation(busy, least, heaviest, own_s, beside)
 
     def fits(self, step_s: float, *, several: bool = False) -> bool:
         """Return whether the devices may be enough for a step of this length; ``several``: where
@@ -244,18 +239,13 @@ class _Relaxation:
         possible, total = self.least <= step_s, len(self.busy)
         replicas = np.arange(1, total + 1)[:, None]
         most = total * (1 + LEAST)
-        used = np.where(possible, replicas * self.busy, np.inf) / step_s
-        if used.min(axis=0).sum() > most:
-            return False
-        if several:
-            return True
-        left_s = np.maximum(step_s - self.before_s, TINY)
-        rest_s = np.maximum(self.busy - self.first_s, 0.0)
-        used = np.where(possible, replicas * rest_s, np.inf).min(axis=0) / left_s
+        used = np.where(possible, replicas * self.busy, np.inf).min(axis=0) / step_s
+        if several or used.sum() > most:
+            return bool(used.sum() <= most)
         used[self.heaviest] = 0.0
         rows = np.flatnonzero(possible[:, self.heaviest])
-        beside_s = np.maximum(self.beside[rows] - self.first_s, TINY)
-        room_s = left_s[self.heaviest] * (1 + LEAST) - self.own_s[rows, None]
+        beside_s = np.maximum(self.beside[rows], TINY)
+        room_s = step_s * (1 + LEAST) - self.own_s[rows, None]
         # A fractional knapsack: first those that save most devices in a second beside it.
         order = np.argsort(-used / beside_s, axis=1)
         beside_s = np.take_along_axis(beside_s, order, axis=1)
