@@ -56,6 +56,19 @@ def test_gradients_are_summed_while_other_backwards_run():
     assert step_bound(cost, 2) >= 4 + 4 + 6 + 9 - 1e-2
 
 
+def test_what_a_stage_computes_precedes_its_largest_all_reduce():
+    """Two devices, 8 samples. The second operator takes 16 s, and on both devices 8 s and 4 s of
+    all-reduce; one device is no quicker. The first, of 4 s on both, is beside it then: only its
+    last backward, of 2 s at most, may come while gradients are summed.
+    """
+    graph = OpGraph((Op("a"), Op("h", ("p",))), (Value(0, (1,), 0),), (Parameter("p", 4),))
+    costs = OpCost((0.5,), (0.5,), 0), OpCost((1.0,), (1.0,), 0)
+    profile = Profile(graph, (1,), costs, "v100", "measured", proportional=True)
+    cost = CostModel(profile, cluster(2, bandwidth=1.0))
+    assert step_bound(cost, 8) == pytest.approx(8 + 4 + 4 - 2, rel=1e-3)
+    assert _least_step_s(cost, 8) == pytest.approx(14.0)
+
+
 def test_a_device_is_idle_until_its_first_micro_batch_comes():
     """Of two operators that allow one device each, the second waits for a forward of the first: 8
     samples of 2 s, 1 s to it. The way back of 1 s is no longer than the last gradients of weights
@@ -202,13 +215,17 @@ def test_no_step_is_below_the_bound(drawn):
     st.sampled_from([1.0, 4.0, 1e9]),
     st.sampled_from([0.0, 0.0, 2.0]),
     st.booleans(),
+    st.sampled_from([0, 0, 8]),
 )
 def test_no_plan_of_a_small_model_is_below_the_bound(
-    profile, devices, batch, bandwidth, latency, shared
+    profile, devices, batch, bandwidth, latency, shared, heavy
 ):
     """Of all partitions, replicas and micro-batch sizes, under the schedules of the planner, on one
-    level of links and on nodes that share a network card.
+    level of links and on nodes that share a network card; one operator may have most gradients.
     """
+    *others, last = profile.graph.parameters
+    parameters = (*others, replace(last, nbytes=last.nbytes + heavy))
+    profile = replace(profile, graph=replace(profile.graph, parameters=parameters))
     total, node = devices
     links = {"node": node, "bandwidth": bandwidth, "latency_s": latency}
     cost = replace(planning_cost(profile, total, **links), shard_optimizer=shared)
