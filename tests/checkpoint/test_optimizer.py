@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ rates = torch.optim.lr_scheduler
 class Trained:
     """One parameter, Adam, and a scheduler that lowers its rate after two steps and after four."""
 
-    def __init__(self, milestones: tuple[int, ...] = (2, 4)) -> None:
+    def __init__(self, milestones: tuple[int, ...] = (2, 4), rate: Any = 0.5) -> None:
         self.weight = torch.nn.Parameter(torch.ones(3))
-        self.optimizer = torch.optim.Adam([self.weight], lr=0.5, betas=(0.5, 0.75))
+        self.optimizer = torch.optim.Adam([self.weight], lr=rate, betas=(0.5, 0.75), foreach=False)
         self.scheduler = rates.MultiStepLR(self.optimizer, milestones)
         self.names = {id(self.weight): "w"}
 
@@ -56,9 +57,12 @@ class Trained:
         restore_scheduler(self.scheduler, self.optimizer, saved)
 
 
-def test_milestones_are_met_after_a_resume(tmp_path: Path):
-    """MultiStepLR counts them by number, and JSON has texts for keys: the rate stayed as it was."""
-    first, second = Trained(), Trained()
+@pytest.mark.parametrize("make", [float, torch.tensor])
+def test_milestones_are_met_after_a_resume(make: Callable[[float], Any], tmp_path: Path):
+    """MultiStepLR counts them by number, and JSON has texts for keys: the rate stayed as it was. It
+    may be a tensor, of which the scheduler keeps some.
+    """
+    first, second = Trained(rate=make(0.5)), Trained(rate=make(0.5))
     first.step(3)
     second.load(first.save(tmp_path / "c"))
     assert second.rate == pytest.approx(0.05)
@@ -66,6 +70,7 @@ def test_milestones_are_met_after_a_resume(tmp_path: Path):
         each.step(2)
     assert first.rate == second.rate == pytest.approx(0.005)
     assert second.optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    assert type(second.optimizer.param_groups[0]["lr"]) is type(make(0.5))
 
 
 @pytest.mark.parametrize(

@@ -99,3 +99,27 @@ def test_the_word_of_the_user_counts() -> None:
 def test_without_numbers_an_operator_is_taken_per_sample() -> None:
     """A plan on the meta device has no numbers; training compares before its first step."""
     assert captured(mean, device="meta").graph.loss_kind == "mean"
+
+
+class Filtered(nn.Module):
+    """A parameter that is viewed as complex numbers, as in filters of frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x) * torch.view_as_complex(self.filter)
+        return torch.fft.irfft(waves, n=4).square().mean()
+
+
+def test_other_sizes_where_the_parameters_are_of_another_rank() -> None:
+    """They are one number there, and yet a program of theirs can be made for another batch, or for
+    evaluation.
+    """
+    captured = capture(Filtered(), torch.ones(4, 4))
+    parameter = captured.module.get_parameter("filter")
+    parameter.data = torch.tensor(float("nan")).expand(3, 2)
+    for each in (captured, captured.evaluation()):
+        assert len(each.programs.at(7).calls) == len(each.programs.example.calls)
+    assert parameter.stride() == (0, 0)

@@ -89,3 +89,23 @@ def test_a_count_that_weighs_samples_couples_them() -> None:
     """
     graph = capture(PerToken(), batch(4)).graph
     assert graph.loss_kind == "coupled"
+
+
+class ByFrequency(nn.Module):
+    """Tables whose gradients are divided by how often a row was looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, scale_grad_by_freq=True)
+        self.bag = nn.EmbeddingBag(5, WIDTH, scale_grad_by_freq=True)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, word: Tensor, words: Tensor) -> Tensor:
+        return self.head(self.table(word) + self.bag(words)).square().mean()
+
+
+def test_a_gradient_that_counts_lookups_has_the_whole_batch() -> None:
+    """A micro-batch would count its own."""
+    example = torch.zeros(4, dtype=torch.long), torch.zeros(4, 2, dtype=torch.long)
+    ops = capture(ByFrequency(), example).graph.ops
+    assert {op.name: op.whole_batch for op in ops} == {"table": True, "bag": True, "head": False}

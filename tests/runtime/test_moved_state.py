@@ -9,15 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anabranch import launch
 from anabranch.errors import InvalidPlanError, TrainingError
+from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.small import Built, batch, built, on_devices, plan, with_options, with_programs
+from tests.runtime.small import (
+    WIDTH,
+    Built,
+    batch,
+    built,
+    on_devices,
+    plan,
+    train_alone,
+    with_options,
+    with_programs,
+)
 from tests.runtime.training import LIMIT_S, begin_again, on_one_device, run, run_each
 
 pytestmark = pytest.mark.dist
@@ -119,6 +131,36 @@ def test_a_change_in_a_row_of_steps_keeps_the_order_of_losses() -> None:
     assert all(told == pytest.approx(expected, rel=1e-5) for told, _ in found)
     assert all(said == verdict for _, said in found)
     assert "nobody asked" not in verdict
+
+
+class Numbers(nn.Module):
+    """Parameters of complex numbers, and of whole ones, which are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.full((WIDTH // 2 + 1,), 1 + 1j))
+        self.table = nn.Parameter(torch.arange(-3, 5, dtype=torch.int8), requires_grad=False)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.waves, n=WIDTH) * self.table
+        return F.cross_entropy(self.head(torch.tanh(self.body(x))), label)
+
+
+def test_parameters_of_other_numbers_go_to_ranks_that_had_none() -> None:
+    """Complex and whole ones, whose place another rank has kept without memory."""
+    module = Numbers()
+    model = Built(capture(module, batch(4)), Workload(module, batch(4), optimizer=adam))
+    chain = plan(model, 2)
+    moved = on_devices(chain, [(1,), (0,)])
+
+    def losses(pipe: Pipeline) -> list[float]:
+        first = pipe.step(batch(16))
+        pipe.change_plan(moved)
+        return [first, pipe.step(batch(16))]
+
+    expected = pytest.approx(train_alone(model.workload, [batch(16)] * 2)[0])
+    assert run(model, chain, losses) == [expected, expected]
 
 
 def test_one_process_without_others_changes_its_plan() -> None:

@@ -62,7 +62,8 @@ class RankPart:
     def __init__(self, tensors: Mapping[str, Tensor], **rest: Any) -> None:
         self.tensors = tensors
         try:
-            text = json.dumps(Description(**rest).model_dump(), allow_nan=False)
+            described = Description(**rest).model_dump()
+            text = json.dumps(described, allow_nan=False, default=_in_json)
         except (TypeError, ValueError) as error:
             raise TrainingError(
                 f"the state of the optimizer or the scheduler cannot be saved: {error}; a "
@@ -288,6 +289,13 @@ def _merged(groups: Sequence[Group]) -> list[Group]:
         else:
             twin.parameters[:] = dict.fromkeys(twin.parameters + group.parameters)
     return merged
+
+
+def _in_json(value: Any) -> Any:
+    """Numbers of a tensor, such as a learning rate."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _plain(tensor: Tensor) -> Tensor:

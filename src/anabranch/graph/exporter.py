@@ -44,6 +44,7 @@ from anabranch.graph.module_state import (
     on_meta,
     on_one_device,
     only_frozen,
+    with_layouts,
 )
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.tracing import rare_collection, without_raising_guards
@@ -101,7 +102,7 @@ class Exporter:
         Raises:
             CaptureError: if the module cannot be captured, or not with that many samples.
         """
-        with only_frozen(self.module, self.frozen):
+        with only_frozen(self.module, self.frozen), with_layouts(self.module):
             if not self.outputs:
                 self._export()
             if self._dynamic is not None:

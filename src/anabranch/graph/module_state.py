@@ -85,6 +85,16 @@ def on_one_device(module: nn.Module, device: torch.device) -> AbstractContextMan
     return with_attributes((tensor, "data", tensor.data.to(device)) for tensor in away)
 
 
+def with_layouts(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside, parameters that are one number without memory, as those of other ranks' stages, lie
+    in memory as usual: some views need that. Nothing reads or writes it, so none is taken.
+    """
+    one = (p for p in module.parameters() if p.numel() > 1 and not any(p.stride()))
+    return with_attributes(
+        (p, "data", torch.empty_like(p, memory_format=torch.contiguous_format).data) for p in one
+    )
+
+
 def in_one_process() -> AbstractContextManager[None]:
     """Inside, ``nn.SyncBatchNorm`` takes the statistics of what it is given, also where there are
     other processes, and on a CPU: whoever calls the module has the whole batch.

@@ -165,6 +165,8 @@ class _Follower:
         inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
         is_hidden = axis.dim < 0 or axis.trouble == PAIRS
         assumed = self.by_assumption(node, inputs, known) if is_hidden else None
+        if arguments(node).get("scale_grad_by_freq") and requires_grad(node):
+            self.coupling.append(node)  # gradients of rows count the lookups of the whole batch
         return assumed or self.sliced(node, axis, inputs, known) or self.together(node, axis, known)
 
     def sliced(

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from torch import Tensor, fx, nn
 
+from anabranch.graph.flat_program import requires_grad
 from anabranch.graph.split import StageProgram
 
 
@@ -40,8 +41,9 @@ def calls_with_weights(
             elif len(node.users) == 1:
                 alone[node] = (value,)
         elif node.op == "call_function" and behind.intersection(sources):
-            behind.add(node)
-            if read and isinstance(node.meta.get("val"), Tensor):
+            if requires_grad(node):  # unlike an index, or what is detached
+                behind.add(node)
+            if node in behind and read and isinstance(node.meta.get("val"), Tensor):
                 calls[node] = read
         elif node.op == "call_function" and len(node.users) == 1 and alone.keys() >= set(sources):
             alone[node] = read  # such as the transpose of a weight

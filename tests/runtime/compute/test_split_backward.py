@@ -31,6 +31,7 @@ class Model(nn.Module):
         self.twice = nn.Linear(8, 8)
         self.unused = nn.Linear(8, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.cut, self.chosen = nn.Linear(8, 8), nn.Embedding(8, 8)
         self.last = nn.Linear(8, 1, bias=False)
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
@@ -38,6 +39,7 @@ class Model(nn.Module):
         h = self.conv(h.unsqueeze(1)).flatten(1)
         h = self.norm(h @ self.matrix.t())
         h = self.twice(torch.tanh(self.twice(h)))
+        h = h + self.cut(h.detach()) + self.chosen(h.argmax(1))
         return self.last(torch.relu(self.frozen(h))).square().mean()
 
 
@@ -102,11 +104,13 @@ def noting_stage(program: StageProgram) -> tuple[fx.GraphModule, WeightNotes]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_halves_are_bitwise_the_whole(program, late):
-    """At once and late: weights, biases, norms, tables, matrices, a layer that is called twice."""
+    """At once and late: weights, biases, norms, tables, matrices, a layer that is called twice, and
+    what reads a detached value or an index.
+    """
     whole = run(program, halves=False)
     halves = run(program, halves=True, late=late)
     assert whole.keys() == halves.keys()
-    assert {"table.weight", "twice.weight", "norm.bias"} < whole.keys()
+    assert {"table.weight", "twice.weight", "norm.bias", "cut.bias"} < whole.keys()
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
 
 
@@ -122,7 +126,7 @@ def test_no_product_is_computed_twice(program):
 
 def test_weights_that_can_wait(program):
     """Those that one call behind the inputs reads alone: not a layer that is called twice, whose
-    uses autograd adds up, nor a table, which is not behind the inputs.
+    uses autograd adds up, nor what no gradient of an input goes through.
     """
     _, notes = noting_stage(program)
     names = [name for name, p in program.module.named_parameters() if p in notes.parameters]

@@ -73,6 +73,8 @@ def test_an_optimizer_that_needs_whole_parameters_gets_no_rows() -> None:
         held(torch.optim.Adafactor([parameter]), "table", Shard(0, 0, 4), parameter)
 
 
+HALVES = Shard(0, 0, 4), Shard(0, 4, 8)
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind.__name__, {}) for kind in BY_ELEMENT if kind is not torch.optim.SparseAdam),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -81,6 +83,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"centered": True, "momentum": 0.9}),
     ("Adagrad", {"initial_accumulator_value": 0.5}),
 ]
+
+
+def test_parts_of_one_parameter_count_their_steps_each() -> None:
+    """Adagrad counts in a tensor from the start, and its rate falls with the count."""
+    whole = nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.Adagrad([whole], lr=0.1, lr_decay=0.5)
+    parts = {shard.name("p"): nn.Parameter(shard.of(whole.detach()).clone()) for shard in HALVES}
+    replace_parameters(optimizer, {whole: parts})
+    for part in parts.values():
+        part.grad = torch.ones_like(part)
+    optimizer.step()
+    optimizer.step()
+    first, second = parts.values()
+    assert torch.equal(first, second)
+    assert optimizer.state[first]["step"] == 2
 
 
 def stepped(ways: list[tuple[torch.optim.Optimizer, Tensor, Shard]], whole: Tensor) -> Tensor:

@@ -110,4 +110,6 @@ def replace_parameters(
 
 def _cut(name: str, value: Any) -> Any:
     """A copy of a slice of an optimizer's state; a number, such as of steps, is whole."""
-    return view_named(name, value).clone() if isinstance(value, Tensor) and value.dim() else value
+    if not isinstance(value, Tensor):
+        return value
+    return (view_named(name, value) if value.dim() else value).clone()
