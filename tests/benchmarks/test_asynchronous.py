@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks.asynchronous import __main__, flow, prediction, sleeps
+from benchmarks.gpu import transformer as gpu_transformer
 
 
 @pytest.mark.dist
@@ -21,6 +22,7 @@ def test_a_section_measures_and_shows(
     monkeypatch.setattr(sleeps, "FORWARD_S", 1e-4)
     monkeypatch.setattr(sleeps, "BACKWARD_S", 2e-4)
     monkeypatch.setattr(prediction, "CASES", prediction.CASES[:1])
+    monkeypatch.setattr(prediction, "SIZES", prediction.SIZES | gpu_transformer.SMALL)
     monkeypatch.setattr(sys, "argv", ["asynchronous", "--quick", "--only", name])
     __main__.main()
     table = capsys.readouterr().out.split(f"## {name}\n")[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from anabranch.graph.capture import capture
+from anabranch.models.transformer import PRESETS
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import case, subject, transformer
+from benchmarks.gpu import case, host, operators, subject, transformer
 from benchmarks.gpu.case import Case
 from tests.benchmarks import forked
+from tests.benchmarks.small import small_two_branch
 
 
 def test_without_a_device_it_says_what_would_run(monkeypatch, capsys):
@@ -52,6 +55,9 @@ def test_unknown_sections_are_refused(name: str, monkeypatch, capsys):
 def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
     """The sections that run on a CPU, with one layer, and one plan by hand beside PyTorch's."""
     monkeypatch.setattr(case, "subprocess", forked)
+    monkeypatch.setattr(operators, "build", small_two_branch)
+    monkeypatch.setitem(PRESETS, "small", replace(PRESETS["small"], layers=1))
+    monkeypatch.setattr(host, "MICROBATCHES", 2)
     monkeypatch.setitem(subject.SIZES, "cpu", subject.SIZES["cpu"] | {"layers": "1"})
     monkeypatch.setattr(subject, "TIMED", 1)
     workload = subject.workload_on(torch.device("cpu"), "cpu")

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.gpu import transformer as gpu_transformer
 from benchmarks.planners.common import Row, profile_of
 from benchmarks.runtime import __main__, halves, host, race, transformer
+from tests.benchmarks.small import small_two_branch
 
 
 def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]:
@@ -55,7 +56,7 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     ),
     "host": ({"MICROBATCHES": 4, "TURNS": 1, "SIZES": host.SIZES | {"layers": "3"}}, ()),
     "profile": ({"MICROBATCHES": 4, "STEPS": 2}, ()),
-    "checks": ({"MODELS": ("two-branch",), "REPEATS": 1}, ()),
+    "checks": ({"MODELS": ("two-branch",), "REPEATS": 1, "build": small_two_branch}, ()),
 }
 """Section -> constants of its module, and arguments, with which it takes seconds."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -164,32 +164,38 @@ def _on_rank(number: int) -> bool:
     return dist.is_initialized() and dist.get_rank() == number
 
 
-def interrupting() -> Workload:
-    """Its eighth batch comes with a Ctrl-C."""
+def at_the_eighth(act: Callable[[], None], rank: int = 0) -> Workload:
+    """Towers of which a rank does something before it has its eighth batch."""
 
     def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
         for i, batch in enumerate(batches(batch_size, epoch)):
-            if (epoch, i) == (0, 7) and _on_rank(0):
-                os.kill(os.getppid(), signal.SIGINT)
-                wait_until_heard()
+            if (epoch, i) == (0, 7) and _on_rank(rank):
+                act()
             yield batch
 
     return replace(towers(), data=data)
+
+
+def interrupt() -> None:
+    """Press Ctrl-C, and wait until it is heard."""
+    os.kill(os.getppid(), signal.SIGINT)
+    wait_until_heard()
+
+
+def interrupting() -> Workload:
+    """Its eighth batch comes with a Ctrl-C."""
+    return at_the_eighth(interrupt)
 
 
 def stuck() -> Workload:
     """Its eighth batch comes with a Ctrl-C, and never."""
 
-    def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
-        for i, batch in enumerate(batches(batch_size, epoch)):
-            if i == 7 and _on_rank(0):
-                os.kill(os.getppid(), signal.SIGINT)
-                wait_until_heard()
-                os.kill(os.getppid(), signal.SIGINT)
-                time.sleep(3600)
-            yield batch
+    def act() -> None:
+        interrupt()
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(3600)
 
-    return replace(towers(), data=data)
+    return at_the_eighth(act)
 
 
 def wait_until_heard() -> None:
@@ -227,13 +233,11 @@ def killed_once() -> Workload:
     """
     marker = Path("killed")
 
-    def data(batch_size: int, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
-        for i, batch in enumerate(batches(batch_size, epoch)):
-            if (epoch, i) == (0, 7) and _on_rank(1) and not marker.exists():
-                marker.touch()
-                while any(Path.cwd().glob("*/step-3")) and not any(Path.cwd().glob("*/step-6")):
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield batch
+    def act() -> None:
+        if not marker.exists():
+            marker.touch()
+            while any(Path.cwd().glob("*/step-3")) and not any(Path.cwd().glob("*/step-6")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    return replace(towers(), data=data)
+    return at_the_eighth(act, 1)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch import models
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.group import FREE, Granularity
 from anabranch.graph.opgraph import BATCH
 from benchmarks.architectures.models import build
-from tests.captured_models import captured_model
 from tests.graph.nets import Body
 
 
@@ -299,7 +299,8 @@ def test_auxiliary_losses_do_not_glue_the_layers_together() -> None:
 
 def test_counts() -> None:
     """Operators are many, layers few: two transformer layers and what stands around them."""
-    module, example = build("ViT")
-    assert len(capture(module, example, granularity="operator").graph) == 24
-    assert len(captured_model("ViT")[0].graph) == 6
-    assert len(capture(module, example, granularity="block").graph) == 4
+    model = models.build("transformer", preset="small", options={"layers": "2"})
+    sizes: dict[Granularity, int] = {"operator": 24, "layer": 8, "block": 4}
+    for granularity, count in sizes.items():
+        captured = capture(model.module, model.example, granularity=granularity)
+        assert len(captured.graph) == count

@@ -217,17 +217,9 @@ def test_statistics_are_updated_once_for_all_sizes() -> None:
 
 
 def test_metrics_come_from_where_they_are_made() -> None:
-    """Loss and metrics need not be on one stage, and are those of the module."""
-    captured, batch = captured_model("CLIP")
-    loss, metrics = run_stages(split(captured, random_stages(captured.graph, 4, 3)), batch)
-    expected = captured.module(*batch)
-    assert torch.equal(loss, expected["loss"].detach())
-    assert metrics == {"similarity": expected["similarity"].detach()}
-    assert not metrics["similarity"].requires_grad
-
-
-def test_metric_of_the_batch_alone_is_made_in_one_place() -> None:
-    """It needs no parameter, like a mask; what reads it further on is not copied either."""
+    """Loss and metrics need not be on one stage, and are those of the module. One of the batch
+    alone needs no parameter, like a mask; what reads it further on is not copied either.
+    """
 
     class Weighted(nn.Module):
         def __init__(self) -> None:
@@ -235,15 +227,18 @@ def test_metric_of_the_batch_alone_is_made_in_one_place() -> None:
             self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            share = (x > 0).float().mean()
-            return {"loss": self.b(self.a(x) * (share + 1)).mean(), "share": share}
+            hidden, share = self.a(x), (x > 0).float().mean()
+            loss = self.b(hidden * (share + 1)).mean()
+            return {"loss": loss, "share": share, "hidden": hidden.mean()}
 
     captured = capture(Weighted(), torch.randn(4, 5), granularity="operator")
     stages = [[op.name] for op in captured.graph.ops]
     batch = torch.randn(4, 5)
     assert check_split(captured, batch, stages, exact=True) == 0.0
-    _, metrics = run_stages(split(captured, stages), batch)
-    assert metrics["share"] == (batch > 0).float().mean()
+    loss, metrics = run_stages(split(captured, stages), batch)
+    expected = {name: value.detach() for name, value in captured.module(batch).items()}
+    assert {"loss": loss, **metrics} == expected
+    assert not metrics["hidden"].requires_grad
 
 
 @pytest.mark.parametrize("name", ["GPT2", "EmbeddingBags"])

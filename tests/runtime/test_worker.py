@@ -24,15 +24,15 @@ from tests.runtime.threads import gradients, run, workers
 
 
 @st.composite
-def plans(draw: st.DrawFn, model: Built) -> Plan:
-    """Any number of stages, replicas and samples, micro-batch sizes that differ from stage to
-    stage.
+def plans(draw: st.DrawFn, model: Built, stages: int = 4, samples: int = 13) -> Plan:
+    """Numbers of stages and samples up to these, any of replicas, micro-batch sizes that differ
+    from stage to stage.
     """
-    count = draw(st.integers(1, 4))
+    count = draw(st.integers(1, stages))
     return plan(
         model,
         count,
-        batch_size=draw(st.integers(1, 13)),
+        batch_size=draw(st.integers(1, samples)),
         microbatch_size=draw(st.lists(st.integers(1, 6), min_size=count, max_size=count)),
         replicas=draw(st.lists(st.integers(1, 3), min_size=count, max_size=count)),
         schedule=draw(st.sampled_from(["gpipe", "1f1b", "1f1b-deep"])),

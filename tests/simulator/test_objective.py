@@ -119,37 +119,25 @@ def test_ports_carry_messages_and_sums():
     assert max(port_seconds(ModelCosts(graph, cost), graph).values()) == 16
 
 
-@given(stage_graphs(max_stages=5, max_replicas=3), st.sampled_from(sorted(SCHEDULES)), st.data())
-def test_no_step_is_shorter(graph: StageGraph, schedule, data):
-    """Otherwise pruning by it would lose the best plan."""
+@pytest.mark.parametrize("is_alone", [True, False])
+@given(graph=stage_graphs(max_stages=5, max_replicas=3), data=st.data())
+def test_no_step_is_shorter(graph: StageGraph, data: st.DataObject, is_alone: bool):
+    """Otherwise pruning by it would lose the best plan; with stages alone on their devices and
+    messages that take time, and with every stage on one of few.
+    """
+    count = len(graph.devices) if is_alone else data.draw(st.integers(1, 3))
     seconds = st.lists(st.integers(0, 5), min_size=len(graph), max_size=len(graph))
-    machines = cluster(len(graph.devices), bandwidth=8, latency_s=0.5)
-    cost = cost_model(
-        graph.edges,
-        data.draw(seconds),
-        data.draw(seconds),
-        machines,
-        parameter_bytes=16,
-        value_bytes=data.draw(st.integers(0, 16)),
-    )
-    stages = [(stage.devices, stage.microbatch_size) for stage in graph.stages]
-    devices, sizes = zip(*stages, strict=True)
-    plain = stage_graph(graph.edges, list(devices), graph.batch_size, list(sizes))
-    costs = ModelCosts(plain, cost)
-    least = least_step_s(plain, costs, split=schedule in SPLIT_BACKWARDS)
-    carried = port_seconds(costs, plain).values()
-    assert max([least, *carried]) <= simulate(plain, cost, schedule).step_s * (1 + 1e-9)
-
-
-@given(stage_graphs(max_stages=5), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.data())
-def test_no_step_is_shorter_where_devices_have_several_stages(graph, schedule, count: int, data):
-    """Likewise, with every stage on one of so few devices."""
-    seconds = st.lists(st.integers(0, 5), min_size=len(graph), max_size=len(graph))
-    cost = cost_model(graph.edges, data.draw(seconds), data.draw(seconds), cluster(count))
-    devices = [(data.draw(st.integers(0, count - 1)),) for _ in graph.stages]
-    sizes = [stage.microbatch_size for stage in graph.stages]
-    plain = stage_graph(graph.edges, devices, graph.batch_size, sizes)
-    costs = ModelCosts(plain, cost)
+    times = data.draw(seconds), data.draw(seconds)
+    if is_alone:
+        sizes = {"parameter_bytes": 16, "value_bytes": data.draw(st.integers(0, 16))}
+        cost = cost_model(graph.edges, *times, cluster(count, bandwidth=8, latency_s=0.5), **sizes)
+        devices = [stage.devices for stage in graph.stages]
+    else:
+        cost = cost_model(graph.edges, *times, cluster(count))
+        devices = [(data.draw(st.integers(0, count - 1)),) for _ in graph.stages]
+    microbatches = [stage.microbatch_size for stage in graph.stages]
+    plain = stage_graph(graph.edges, devices, graph.batch_size, microbatches)
+    schedule, costs = data.draw(st.sampled_from(sorted(SCHEDULES))), ModelCosts(plain, cost)
     least = least_step_s(plain, costs, split=schedule in SPLIT_BACKWARDS)
     carried = port_seconds(costs, plain).values()
     assert max([least, *carried]) <= simulate(plain, cost, schedule).step_s * (1 + 1e-9)

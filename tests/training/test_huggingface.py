@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +26,22 @@ from anabranch.multimodal import multimodal_batch
 from anabranch.training import SaveEvery
 from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
 from benchmarks.architectures import multimodal
-from benchmarks.architectures.models import build
+from benchmarks.architectures.models import ARCHITECTURES, build
 from benchmarks.architectures.multimodal import ragged, small
 from tests.runtime.small import Built, plan
 from tests.runtime.training import sgd
 
 SAMPLES, BATCH = 40, 8
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+
+
+@pytest.fixture(autouse=True)
+def _one_layer(monkeypatch):
+    """Models of one layer: what is tried here is how they are trained."""
+    for name in ("Bert", "Llama"):
+        chosen = ARCHITECTURES[name]
+        small = {**chosen.small, "num_hidden_layers": 1}
+        monkeypatch.setitem(ARCHITECTURES, name, replace(chosen, small=small))
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -98,35 +98,31 @@ STEP_42 = {"train/loss": 1.0, "train/error": 0.5}
 HELD_OUT = {"evaluation/loss": 1.0, "evaluation/error": math.inf}
 
 
-def test_weights_and_biases_gets_figures_by_step(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "make", "begin", "log", "end"),
+    [
+        (
+            "wandb",
+            lambda: WeightsAndBiases(project="towers"),
+            [("init", ("project", "towers"))],
+            *("log", "finish"),
+        ),
+        (
+            "mlflow",
+            lambda: MLflow("towers", run_name="first"),
+            [("set_experiment", "towers"), ("start_run", ("run_name", "first"))],
+            *("log_metrics", "end_run"),
+        ),
+    ],
+)
+def test_services_get_figures_by_step(monkeypatch, module, make, begin, log, end):
     calls = Calls()
-    monkeypatch.setitem(sys.modules, "wandb", calls)
-    log = WeightsAndBiases(project="towers")
+    monkeypatch.setitem(sys.modules, module, calls)
+    logger = make()
     for event in EVENTS:
-        log(event)
-    assert calls.made == [
-        ("init", ("project", "towers")),
-        ("log", STEP_41, ("step", 41)),
-        ("log", HELD_OUT, ("step", 41)),
-        ("log", STEP_42, ("step", 42)),
-        ("finish",),
-    ]
-
-
-def test_mlflow_gets_figures_by_step(monkeypatch):
-    calls = Calls()
-    monkeypatch.setitem(sys.modules, "mlflow", calls)
-    log = MLflow("towers", run_name="first")
-    for event in EVENTS:
-        log(event)
-    assert calls.made == [
-        ("set_experiment", "towers"),
-        ("start_run", ("run_name", "first")),
-        ("log_metrics", STEP_41, ("step", 41)),
-        ("log_metrics", HELD_OUT, ("step", 41)),
-        ("log_metrics", STEP_42, ("step", 42)),
-        ("end_run",),
-    ]
+        logger(event)
+    figures = [(STEP_41, 41), (HELD_OUT, 41), (STEP_42, 42)]
+    assert calls.made == [*begin, *((log, found, ("step", n)) for found, n in figures), (end,)]
 
 
 def test_tensorboard_gets_one_curve_per_figure(monkeypatch, tmp_path: Path):

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.split import split
-from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample
@@ -24,6 +23,7 @@ from anabranch.workload import Workload
 from benchmarks.architectures.models import build, set_dropout
 from tests.runtime.numerics.by_sample import rewritten
 from tests.runtime.small import Built, plan
+from tests.runtime.test_worker import plans
 from tests.runtime.threads import run, step
 
 WIDTH, LENGTH = 8, 6
@@ -95,25 +95,12 @@ def by_one_process(model: type[nn.Module], samples: int) -> tuple[float, dict[st
     return step(built(model), alone, batch(samples), BY_SAMPLE, seed=5, number=2)
 
 
-@st.composite
-def plans(draw: st.DrawFn, model: Built) -> Plan:
-    count = draw(st.integers(1, 3))
-    return plan(
-        model,
-        count,
-        batch_size=draw(st.integers(1, 9)),
-        microbatch_size=draw(st.lists(st.integers(1, 5), min_size=count, max_size=count)),
-        replicas=draw(st.lists(st.integers(1, 3), min_size=count, max_size=count)),
-        recompute=draw(st.booleans()),
-    )
-
-
 @pytest.mark.parametrize("model", [Attends, Draws])
 @settings(max_examples=4)
 @given(data=st.data())
 def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.DataObject) -> None:
     """Unequal replicas and micro-batches, recomputation: same loss, same gradients."""
-    chosen = data.draw(plans(built(model)))
+    chosen = data.draw(plans(built(model), 3, 9))
     samples = chosen.stage_graph.batch_size
     loss, gradients = step(built(model), chosen, batch(samples), BY_SAMPLE, seed=5, number=2)
     expected, reference = by_one_process(model, samples)
