@@ -6,33 +6,25 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
 
 from anabranch import launch
-from anabranch.cli.restarts import is_restarted
-from anabranch.compiled import Compiled
 from anabranch.errors import DataError, StageFailedError
-from anabranch.files import load_plan, save_plan
+from anabranch.files import save_plan
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import batch, built, plan
+from tests.runtime.small import built, plan
 
 pytestmark = pytest.mark.dist
 
@@ -278,54 +270,45 @@ def wait_until(condition: object, limit: float = LIMIT_S) -> bool:
     return True
 
 
-def loop_of_a_user() -> None:
-    """As in a script of the user's; compiled functions, which load numba, are not called."""
+SCRIPT = r"""
+import os, signal, sys
+from tests.runtime.small import batch, built
+from anabranch.cli.restarts import is_restarted
+from anabranch.files import load_plan
+from anabranch.runtime.pipeline import Pipeline
+import anabranch.training
 
-    def compiled(*_: object) -> NoReturn:
-        raise AssertionError("half a second for nothing where a plan is at hand")
-
-    Compiled.__call__ = compiled  # type: ignore[method-assign]
-    model = built("TwoBranch")
-    pipe = Pipeline(model.workload, load_plan("plan.json"), captured=model.captured, timeout=30)
-    pipe.step(batch(16))
-    if not is_restarted() and pipe.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(2):
-        os.write(1, f"loss {pipe.step(batch(16))}\n".encode())  # one write: lines stay whole
-    bad = batch(16)
-    bad["word"][9] = 99  # no such row in the embedding, which is on rank 0
-    pipe.step(bad)
-
-
-def rank_of_torchrun() -> None:
-    """A script's end: torchrun hears no more of it than the exit code. What a new process has not
-    are pytest's filters of warnings and the agent's signals.
-    """
-    warnings.simplefilter("default")
-    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)  # noqa: T201
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        loop_of_a_user()
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
+model = built("TwoBranch")
+pipe = Pipeline(model.workload, load_plan("plan.json"), captured=model.captured, timeout=30)
+assert "numba" not in sys.modules  # half a second for nothing where a plan is at hand
+pipe.step(batch(16))
+if not is_restarted() and pipe.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for step in range(2):
+    os.write(1, f"loss {pipe.step(batch(16))}\n".encode())  # one write, so that lines stay whole
+bad = batch(16)
+bad["word"][9] = 99  # no such row in the embedding, which is on rank 0
+pipe.step(bad)
+"""
 
 
-def torchrun(folder: Path) -> None:
-    """Run two ranks of one host by torchrun's own agent, which forks them here: another Python
-    takes four seconds to import what this one has, for each rank and attempt.
-    """
-    os.chdir(folder)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-    sys.stderr = os.fdopen(2, "w", 1)  # in place of pytest's
-    words = ["--max-restarts", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    arguments = parse_args([*words, "--rdzv-endpoint", "localhost:0", "script"])
-    config = replace(config_from_args(arguments)[0], start_method="fork")
-    with suppress(ChildFailedError):
-        elastic_launch(config, rank_of_torchrun)()
-        os._exit(0)
-    os._exit(1)
+def under_torchrun(text: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks of one host."""
+    script = folder / "train.py"
+    script.write_text(text)
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    command = ["torch.distributed.run", *options, "--nproc-per-node", "2", str(script)]
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
@@ -334,15 +317,12 @@ def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
     same on both ranks, until one fails: it says why, once, and the exit code is 1.
     """
     save_plan(plan(built("TwoBranch"), 2), tmp_path / "plan.json")
-    agent = multiprocessing.get_context("fork").Process(target=torchrun, args=(tmp_path,))
-    agent.start()
-    agent.join(LIMIT_S)
-    out, err = ((tmp_path / name).read_text() for name in ("stdout", "stderr"))
-    losses = [line.split()[1] for line in out.splitlines() if line.startswith("loss")]
-    assert len(losses) == 4, err
+    done = under_torchrun(SCRIPT, tmp_path, "--standalone", "--max-restarts", "1")
+    losses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 4, done.stderr
     assert len(set(losses)) == 2
-    assert agent.exitcode == 1
-    assert err.count("the store of torchrun listens on port") == 2  # once an attempt
-    cause = [line for line in err.splitlines() if "StageFailedError: rank" in line]
-    assert len(cause) == 1, err
+    assert done.returncode == 1
+    assert done.stderr.count("the store of torchrun listens on port") == 2  # once an attempt
+    cause = [line for line in done.stderr.splitlines() if "StageFailedError: rank" in line]
+    assert len(cause) == 1, done.stderr
     assert "in the forward of stage 0, micro-batch 2, step 3: IndexError" in cause[0]
