@@ -180,23 +180,18 @@ def quiet() -> Iterator[None]:
     """Keep what PyTorch logs and warns of a trace; what is printed is shown on success."""
     parts = ("export", "_export", "fx", "_dynamo", "_subclasses", "fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(f"torch.{part}") for part in parts]
-    before = {logger: logger.level for logger in loggers}
+    before = [logger.level for logger in loggers]
     printed = io.StringIO()
-    _set_levels(dict.fromkeys(loggers, logging.CRITICAL + 1))
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
             warnings.simplefilter("ignore")
             yield
         sys.stderr.write(printed.getvalue())
     finally:
-        _set_levels(before)
-
-
-def _set_levels(levels: dict[logging.Logger, int]) -> None:
-    """Set levels of loggers; ``setLevel`` clears what all loggers have cached, so only once."""
-    for logger, level in levels.items():
-        logger.level = level
-    logger.setLevel(level)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
