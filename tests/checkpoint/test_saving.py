@@ -114,6 +114,12 @@ def test_no_name_without_all_parts(tmp_path: Path):
     assert newest(tmp_path) is None
 
 
+def test_numbers_that_no_file_can_have_are_refused():
+    """It was a KeyError of safetensors, at the first save."""
+    with pytest.raises(TrainingError, match="model/w cannot be saved"):
+        RankPart({"model/w": torch.zeros(1, dtype=torch.complex128)})
+
+
 def test_names_that_a_module_shares_come_with_its_weights(tmp_path: Path):
     """``state_dict`` has every name of a tied weight, and no buffer that is not to be saved."""
     tensors = {"model/a": torch.ones(2), "model/mask": torch.ones(1)}

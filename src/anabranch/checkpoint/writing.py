@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -38,7 +39,7 @@ from anabranch.checkpoint.manifest import (
     file_checksum,
     sealed,
 )
-from anabranch.errors import TrainingError
+from anabranch.errors import TrainingError, some
 from anabranch.files.jsonfile import explain, write_document
 
 _PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
@@ -56,11 +57,16 @@ class RankPart:
             ``aliases``, ``transient`` and ``pretrained`` from the first rank only.
 
     Raises:
-        TrainingError: if something cannot be kept as JSON.
+        TrainingError: if something cannot be kept as JSON, or in a safetensors file.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], **rest: Any) -> None:
         self.tensors = tensors
+        if wide := [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]:
+            raise TrainingError(
+                f"{some(wide)} cannot be saved: safetensors files have no complex128; make them "
+                "complex64, or keep real and imaginary parts (torch.view_as_real)"
+            )
         try:
             described = Description(**rest).model_dump()
             text = json.dumps(described, allow_nan=False, default=_in_json)
