@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from anabranch.graph.ctc_loss import traceable
 from anabranch.graph.empty_selections import EmptySelections, traced_node
 from anabranch.graph.flat_program import storage, written
+from anabranch.graph.istft import istft
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.source_questions import passing_truth, place_of
 
@@ -331,5 +332,6 @@ def library_rules() -> contextlib.AbstractContextManager[None]:
     """Inside, library code can be traced that says otherwise what it means."""
     loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
     rules: list[tuple[Any, str, Any]] = [(owner, k, make(owner)) for owner, k, make in loaded]
-    rules += [(owner, "masked_select", _masked_select) for owner in (torch, torch.Tensor)]
+    for owner in (torch, torch.Tensor):
+        rules += [(owner, "masked_select", _masked_select), (owner, "istft", istft)]
     return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])
