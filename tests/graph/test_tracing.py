@@ -160,6 +160,27 @@ def test_a_choice_by_buffers_that_stay_is_made() -> None:
         capture(Branching(set_later), torch.randn(4, 3))
 
 
+class Balanced(nn.Module):
+    """A layer that keeps its auxiliary loss for its owner, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.balance = y.mean() ** 2
+        return y.square().mean() + self.balance
+
+
+def test_an_attribute_that_the_forward_itself_makes_may_differ() -> None:
+    """It is no number of an earlier time, so that a plain call in between changes nothing."""
+    module = Balanced()
+    captured = capture(module, torch.randn(4, 3))
+    module(torch.randn(4, 3))
+    assert captured.programs.exporter.reads.changed() == []
+
+
 class Attention(nn.Module):
     """Attention as transformers has it, with the mask that its configuration makes."""
 

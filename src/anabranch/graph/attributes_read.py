@@ -55,7 +55,15 @@ class AttributesRead:
                     first[path, name] = _snapshot(value)
             return value
 
-        with with_attributes([(nn.Module, "__getattribute__", read)]):
+        def assign(part: Any, name: str, value: Any) -> None:
+            set_plainly(part, name, value)
+            path = paths.get(id(object.__getattribute__(part, "__dict__")))
+            if path is not None:  # what the forward itself has made is no older value
+                first.setdefault((path, name), _NOTHING)
+
+        set_plainly = nn.Module.__setattr__
+        patches = [(nn.Module, "__getattribute__", read), (nn.Module, "__setattr__", assign)]
+        with with_attributes(patches):
             yield
         for (path, name), before in first.items():
             if _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
