@@ -46,6 +46,18 @@ def by_length(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Ten
     return out
 
 
+def or_zeros(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(2):
+        mask = chosen == e
+        if mask.any():
+            rows = mask.any(-1).nonzero().flatten()
+            out.index_add_(0, rows, expert(e, x[rows]) * weights[mask].view(-1, 1))
+        elif x.requires_grad or e:
+            out[0, 0] += 0 * expert(e, x).sum()
+    return out
+
+
 def by_number(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(2):
@@ -324,7 +336,8 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mix", [by_size, by_length, by_number, hits, overwritten_hits, clears, first_ones]
+    "mix",
+    [by_size, by_length, or_zeros, by_number, hits, overwritten_hits, clears, first_ones],
 )
 def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
     """Loss and gradients are those of the plain call, which leaves it out; a warning says so."""

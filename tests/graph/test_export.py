@@ -345,6 +345,35 @@ def test_checkpoint_is_dropped_with_a_warning(reentrant: bool) -> None:
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 
+class CheckpointFunction(torch.autograd.Function):
+    """The copy of PyTorch's that diffusion models have: a number of inputs, then parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, length: int, *args: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.args, ctx.length = run, args, length
+        return run(*args[:length])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = [arg.detach().requires_grad_() for arg in ctx.args[: ctx.length]]
+        with torch.enable_grad():
+            out = ctx.run(*inputs)
+        return None, None, *torch.autograd.grad(out, [*inputs, *ctx.args[ctx.length :]], grad)
+
+
+def test_a_copy_of_checkpoint_is_dropped_with_a_warning() -> None:
+    """As PyTorch's own is, and parameters in it have their gradients."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return CheckpointFunction.apply(net.inner, 1, h, *net.inner.parameters())
+
+    module = Net(body)
+    module.inner = torch.nn.Linear(8, 8)
+    with pytest.warns(CaptureWarning, match=r"test_export.py:\d+ .*recompute"):
+        captured = capture(module, batch())
+    assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
+
+
 def test_mask_that_is_computed_twice_is_told() -> None:
     """Each has a size of its own to the tracer, also where the same line has made it."""
 

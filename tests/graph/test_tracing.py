@@ -121,6 +121,66 @@ def test_a_choice_by_sizes_alone_is_made() -> None:
         capture(Checked(of_samples), torch.randn(4, 3))
 
 
+class Branching(nn.Module):
+    """A forward that goes one way or another by the values of its buffers."""
+
+    def __init__(self, choice: Callable[[Branching, Tensor], bool]) -> None:
+        super().__init__()
+        self.choice, self.layer = choice, nn.Linear(3, 1)
+        self.register_buffer("table", torch.tensor([[1.0, 0.0]]))
+        self.register_buffer("ready", torch.tensor(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + 1 if self.choice(self, x) else -x).square().mean()
+
+
+def initialised(module: Branching, _: Tensor) -> bool:
+    return bool(module.ready.item() == 1 and module.table[0, 0] != 0)
+
+
+def set_later(module: Branching, _: Tensor) -> bool:
+    if module.ready == 1:
+        module.ready.fill_(2)
+    return True
+
+
+def test_a_choice_by_buffers_that_stay_is_made() -> None:
+    """A table that is made anew where it is zero, a flag of what is initialised; a value that is
+    written to decides otherwise in a later step, and any other is compared before each.
+    """
+    module = Branching(initialised)
+    captured = capture(module, torch.randn(4, 3))
+    assert "aten.neg.default" not in [str(node.target) for node in captured.programs.example.calls]
+    reads = captured.programs.exporter.reads
+    module.ready.copy_(torch.tensor(1))
+    assert reads.changed() == []
+    module.ready.fill_(0)
+    assert reads.changed() == ["ready (by which the forward branches)"]
+    with pytest.raises(CaptureError, match="by the value of ready the forward goes one way or"):
+        capture(Branching(set_later), torch.randn(4, 3))
+
+
+class Balanced(nn.Module):
+    """A layer that keeps its auxiliary loss for its owner, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.balance = y.mean() ** 2
+        return y.square().mean() + self.balance
+
+
+def test_an_attribute_that_the_forward_itself_makes_may_differ() -> None:
+    """It is no number of an earlier time, so that a plain call in between changes nothing."""
+    module = Balanced()
+    captured = capture(module, torch.randn(4, 3))
+    module(torch.randn(4, 3))
+    assert captured.programs.exporter.reads.changed() == []
+
+
 class Attention(nn.Module):
     """Attention as transformers has it, with the mask that its configuration makes."""
 

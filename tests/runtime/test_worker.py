@@ -13,14 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import split_evenly
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
+from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, on_devices, plan
-from tests.runtime.threads import gradients, run, workers
+from tests.runtime.threads import gradients, run, step, workers
 
 
 @st.composite
@@ -84,6 +87,44 @@ def test_stages_on_one_device_hand_over_without_messages(name: str, data: st.Dat
         schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
     )
     require_gradients(model, on_devices(chosen, devices))
+
+
+class Scores(nn.Module):
+    """Scores without the dimensions of size one, that of one sample included."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh().squeeze()
+
+
+class Compared(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = Scores(width), Scores(width), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        difference = self.left(x) - self.right(x)
+        return self.scale(difference.reshape(len(x), -1, 1)).square().mean()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_one_sample_crosses_to_a_stage_of_several(width: int) -> None:
+    """Both ways, between devices and on one, where one sample has fewer dimensions than two."""
+    leaves = {"x": torch.randn(4, 4)}
+    module = Compared(width)
+    captured = capture(module, leaves, granularity="operator")
+    model = Built(captured, Workload(module, leaves))
+    expected = reference(module, leaves, [(0, 4)])
+    for sizes in ([1, 2, 4], [4, 2, 1]):
+        chosen = plan(model, 3, batch_size=4, microbatch_size=sizes)
+        for devices in ([(0,), (1,), (2,)], [(0,), (0,), (0,)]):
+            module.zero_grad()
+            loss, found = step(model, on_devices(chosen, devices), leaves)
+            assert loss == pytest.approx(expected.loss, rel=1e-6)
+            torch.testing.assert_close(found, dict(expected.gradients))
 
 
 def test_without_training_there_are_no_gradients() -> None:

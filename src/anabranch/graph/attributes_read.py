@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class AttributesRead:
         self._module, self._traced = module, traced
         self._changes: set[tuple[str, str]] = set()
         self._kept: dict[tuple[str, str], tuple[nn.Module, Any, Any]] = {}
+        self.buffers: dict[str, tuple[torch.Tensor, Any]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -54,7 +55,15 @@ class AttributesRead:
                     first[path, name] = _snapshot(value)
             return value
 
-        with with_attributes([(nn.Module, "__getattribute__", read)]):
+        def assign(part: Any, name: str, value: Any) -> None:
+            set_plainly(part, name, value)
+            path = paths.get(id(object.__getattribute__(part, "__dict__")))
+            if path is not None:  # what the forward itself has made is no older value
+                first.setdefault((path, name), _NOTHING)
+
+        set_plainly = nn.Module.__setattr__
+        patches = [(nn.Module, "__getattribute__", read), (nn.Module, "__setattr__", assign)]
+        with with_attributes(patches):
             yield
         for (path, name), before in first.items():
             if _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
@@ -78,7 +87,19 @@ class AttributesRead:
             plain = isinstance(now, _PLAIN) and isinstance(kept, _PLAIN)
             values = textwrap.shorten(f"(was {kept!r}, now {now!r})", 80) if plain else ""
             texts.append(f"{what} {values}".rstrip())
+        for name, (kept, before) in self.buffers.items():
+            now = self._module.get_buffer(name)
+            if _snapshot(now) != before and torch.equal(now.to(kept.device), kept):
+                self.buffers[name] = kept, _snapshot(now)
+            elif _snapshot(now) != before:
+                texts.append(f"{name} (by which the forward branches)")
         return texts
+
+    def keep_buffers(self, names: Iterable[str]) -> None:
+        """Compare these buffers as well, whose values decide which way the forward goes."""
+        for name in names:
+            now = self._module.get_buffer(name)
+            self.buffers[name] = now.detach().clone(), _snapshot(now)
 
     def accept(self) -> None:
         """Take the attributes as they are now: what a call of the forward has changed."""

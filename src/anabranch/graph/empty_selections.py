@@ -393,8 +393,11 @@ def _graph() -> fx.Graph:
     return graph
 
 
-def traced_node(value: torch.Tensor) -> fx.Node | None:
-    """The node of a tensor in the graph that is being traced; None for others."""
+def traced_node(value: torch.Tensor | torch.SymBool) -> fx.Node | None:
+    """The node of a value in the graph that is being traced; None for others."""
     mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
-    return None if slot is None else slot.proxy.node
+    slot: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    if slot is None or isinstance(value, torch.Tensor):
+        return None if slot is None else slot.proxy.node
+    node: fx.Node = slot.force().node
+    return node

@@ -94,7 +94,10 @@ def export(
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
-        checkpoints, checks = set[str](), set[str]()
+        checkpoints, checks, asked = set[str](), set[str](), set[int]()
+        # Inputs of a trace: parameters, which steps change, then buffers.
+        first = [(name, None) for name, _ in module.named_parameters(remove_duplicate=False)]
+        inputs = [*first, *module.named_buffers(remove_duplicate=False)]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
@@ -111,7 +114,9 @@ def export(
                     stack.enter_context(_watched(checkpoints))
                     stack.enter_context(reads.recording())
                     module.selections = selections = EmptySelections()
-                    stack.enter_context(tracing.without_raising_guards(checks, selections))
+                    known = [None if t is None or t.is_meta else t for _, t in inputs]
+                    guards = tracing.without_raising_guards(checks, selections, known, asked)
+                    stack.enter_context(guards)
                     stack.enter_context(tracing.library_rules())
                     stack.enter_context(tracing.NoGradDetached())
                 exported = torch.export.export(
@@ -141,6 +146,7 @@ def export(
                     message = f"{', '.join(sorted(places))}: {text}"
                     warnings.warn(message, CaptureWarning, stacklevel=2)
             _name_listed_parameters(exported, module)
+            reads.keep_buffers(inputs[i][0].removeprefix("module.") for i in asked)
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -207,10 +213,11 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
     data: Any = torch.Tensor.data
 
     def apply(cls: Any, *args: Any) -> Any:
-        if cls is checkpoint.CheckpointFunction:
+        if cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(args[0]):
             checkpoints.add(user_frame(traceback.extract_stack()))
-            run, _, *inputs = args
-            return run(*inputs)
+            run, option, *inputs = args
+            # The copy in diffusion models has a number of inputs there; parameters follow them.
+            return run(*(inputs[:option] if type(option) is int else inputs))
         if cls is BackwardHookFunction:
             hook()
         plain_apply = super(function, cls).apply

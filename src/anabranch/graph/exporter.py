@@ -194,6 +194,13 @@ class Exporter:
             program = lowered()
             if changed := {source.name for _, source in program.writes_to(BATCH_LEAF)}:
                 program = lowered(copied=changed)
+            moved = {source.name for _, source in program.writes_to(BUFFER)}
+            if both := sorted(moved & self.reads.buffers.keys()):
+                raise CaptureError(
+                    f"{type(self.module).__name__} cannot be captured: by the value of {both[0]} "
+                    "the forward goes one way or another, and it changes that buffer, so a later "
+                    "step may go the other way; where it is set once, call the module before"
+                )
         except (CaptureError, RefusedError):
             raise
         except Exception as error:

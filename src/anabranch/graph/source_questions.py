@@ -66,7 +66,7 @@ def lines_of_branch(frame: FrameType, nonempty: bool | None = None) -> range | N
             continue
         is_all = operand in (statement.test, getattr(statement.test, "operand", None))
         is_asked = is_all and truth is not None and works == (truth != is_negated)
-        if is_asked and not statement.orelse and _is_closed(work, parents, frame):
+        if is_asked and _adds_nothing(statement.orelse) and _is_closed(work, parents, frame):
             return range(work[0].lineno, work[-1].end_lineno + 1)
     return None
 
@@ -127,6 +127,25 @@ def _raises(branch: list[ast.stmt]) -> bool:
     inside = (node for statement in branch for node in ast.walk(statement))
     leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
     return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
+
+
+def _adds_nothing(branch: list[ast.stmt]) -> bool:
+    """True for no statements, and for those that add zeros alone, as ``y += 0 * p.sum()`` does to
+    give parameters that nothing reaches a gradient.
+    """
+    for part in branch:
+        if isinstance(part, ast.If):
+            if not (_adds_nothing(part.body) and _adds_nothing(part.orelse)):
+                return False
+            continue
+        value = getattr(part, "value", None)
+        is_product = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
+        factors = [getattr(value, side, None) for side in ("left", "right")]
+        is_zero = any(isinstance(f, ast.Constant) and f.value == 0 for f in factors)
+        is_added = isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Add)
+        if not (is_added and is_product and is_zero):
+            return False
+    return True
 
 
 def _truth_of_length(operand: ast.expr) -> bool | None:

@@ -13,8 +13,8 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -57,9 +57,15 @@ def rare_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_raising_guards(left_out: set[str], selections: EmptySelections) -> Iterator[None]:
+def without_raising_guards(
+    left_out: set[str],
+    selections: EmptySelections,
+    state: Sequence[torch.Tensor | None] = (),
+    asked: set[int] | None = None,
+) -> Iterator[None]:
     """Inside, traced forwards go past checks that raise; ``left_out`` gets file and line of each.
-    Work that is left out on empty ``selections`` is traced.
+    Work that is left out on empty ``selections`` is traced. ``state`` has the values of the first
+    inputs of the trace, where they are known; ``asked`` gets the positions of those that decide.
 
     ``if labels.max() >= 10: raise`` needs the value of a tensor in Python, so it has no graph; but
     only one of its branches goes on. The truth of a tensor in such a check is what lets the forward
@@ -71,7 +77,7 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
 
     A test that chooses between two ways to go on is left alone: the operations would differ from
     batch to batch. Only where it depends on nothing but sizes (``positions.diff().ne(1).any()`` of
-    an ``arange``) is its truth known.
+    an ``arange``) and buffers (``if self.is_initialized:``) is its truth known.
 
     A number that a tensor is asked for (``item``) is compared as a symbol, whose truth is asked.
     """
@@ -79,10 +85,11 @@ def without_raising_guards(left_out: set[str], selections: EmptySelections) -> I
     symbols: Any = torch.SymBool
     number_truth = torch.SymInt.__bool__.__code__
 
-    def truth(frame: FrameType, asked: Any) -> bool | None:
+    def truth(frame: FrameType, value: Any) -> bool | None:
         passing = passing_truth(frame)
         if passing is None:
-            return selections.truth(frame, asked)
+            chosen = _constant_truth(value, state, asked)
+            return selections.truth(frame, value) if chosen is None else chosen
         left_out.add(place_of(frame))
         return passing
 
@@ -158,16 +165,19 @@ def _depends_on_data(symbol: Any) -> bool:
     return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
 
 
-def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
-    """Calls that make a traced tensor of nothing but constants and sizes, in order; None where it
-    depends on an input or on random numbers, or is written to.
+def _constant_calls(
+    value: torch.Tensor | torch.SymBool,
+    known: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
+) -> list[fx.Node] | None:
+    """Calls that make a traced value of nothing but constants, sizes and ``known`` inputs, in
+    order; None where it depends on another input or on random numbers, or is written to.
     """
-    if (traced := traced_node(tensor)) is None:
+    if (traced := traced_node(value)) is None:
         return None
     reached, pending = {traced}, [traced]
     while pending:
         node = pending.pop()
-        if node.target is torch.ops.aten.sym_size.int:
+        if node.target is torch.ops.aten.sym_size.int or node in known:
             continue
         tags = getattr(node.target, "tags", ())
         if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
@@ -181,21 +191,39 @@ def _constant_calls(tensor: torch.Tensor) -> list[fx.Node] | None:
     return [node for node in nodes if node in reached]
 
 
-def _constant_truth(tensor: torch.Tensor) -> bool | None:
-    """The truth of a traced tensor that is the same for any batch, None for others."""
-    if (calls := _constant_calls(tensor)) is None:
+def _constant_truth(
+    value: torch.Tensor | torch.SymBool,
+    state: Sequence[torch.Tensor | None] = (),
+    asked: set[int] | None = None,
+) -> bool | None:
+    """The truth of a traced value that is the same for any batch, None for others. ``asked`` gets
+    the positions of the inputs that it follows from, among those with a known ``state``.
+    """
+    if (traced := traced_node(value)) is None:
+        return None
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    known = {
+        node: tensor for node, tensor in zip(inputs, state, strict=False) if tensor is not None
+    }
+    if (calls := _constant_calls(value, known)) is None:
         return None
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
-        once, twice = (bool(_computed(calls, times)) for times in (1, 2))
+        once, twice = (bool(_computed(calls, known, times)) for times in (1, 2))
+    if asked is not None:
+        asked.update(inputs.index(node) for node in calls if node in known)
     return once if once == twice else None
 
 
-def _computed(calls: list[fx.Node], times: int) -> torch.Tensor:
+def _computed(
+    calls: list[fx.Node], known: Mapping[fx.Node, torch.Tensor], times: int
+) -> torch.Tensor:
     """The value of the last call for so many times the samples."""
     values: dict[fx.Node, Any] = {}
     for node in calls:
         call: Any = node.target
-        if call is torch.ops.aten.sym_size.int:
+        if node in known:
+            values[node] = known[node].cpu()
+        elif call is torch.ops.aten.sym_size.int:
             values[node] = times * node.meta["val"].node.hint
         else:
             operands = fx.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -36,8 +36,11 @@ class Item:
 
     Attributes:
         port: which use of it, for a gradient; None for the value itself.
+        shape: of the part on its way, one dimension where it is one sample.
         batched: has its samples in dimension 0; otherwise it is whole on every replica.
         offset: where the part begins in dimension 0 of what this device computes at once.
+        own: shape of the part here. Of one sample alone ``squeeze()`` makes another one than of
+            several, so that the two ends of a message may differ in it.
     """
 
     value: int
@@ -46,10 +49,17 @@ class Item:
     dtype: torch.dtype
     batched: bool
     offset: int
+    own: torch.Size | None = None
 
     def part(self, tensor: Tensor) -> Tensor:
         """The part that travels, of the whole that this device computes."""
-        return tensor.narrow(0, self.offset, self.shape[0]) if self.batched else tensor
+        own = self.shape if self.own is None else self.own
+        whole = not self.batched or tensor.shape == own
+        return (tensor if whole else tensor.narrow(0, self.offset, own[0])).reshape(self.shape)
+
+    def arrived(self, tensor: Tensor) -> Tensor:
+        """A part that has travelled, in its shape here."""
+        return tensor if self.own is None else tensor.view(self.own)
 
 
 TOKEN = Item(-1, None, torch.Size((1,)), torch.uint8, False, 0)
@@ -59,9 +69,9 @@ TOKEN = Item(-1, None, torch.Size((1,)), torch.uint8, False, 0)
 def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
     """The whole from its parts, which tile the samples; a value without samples arrives whole."""
     if len(parts) == 1:
-        return parts[0][1]
+        return parts[0][0].arrived(parts[0][1])
     ordered = sorted(parts, key=lambda part: part[0].offset)
-    tensors = [tensor for _, tensor in ordered]
+    tensors = [item.arrived(tensor) for item, tensor in ordered]
     # A value without a batch dimension that several slices read: its gradient is the sum.
     return torch.cat(tensors) if ordered[0][0].batched else torch.stack(tensors).sum(0)
 
@@ -156,6 +166,10 @@ class Layout:
         if not self._model.values[value].batched:
             return Item(value, port, shape, dtype, False, 0)
         start, stop = self.slice(action.stage, action.microbatch)
+        if stop - start == 1:
+            return Item(value, port, torch.Size((shape.numel(),)), dtype, True, 0, shape)
         rows = shape[0] // (stop - start)  # per sample; more than one where dimensions are merged
         cut = torch.Size((rows * (action.stop - action.start), *shape[1:]))
-        return Item(value, port, cut, dtype, True, rows * (action.start - start))
+        flat = torch.Size((cut.numel(),)) if action.stop - action.start == 1 else cut
+        own = None if flat is cut else cut
+        return Item(value, port, flat, dtype, True, rows * (action.start - start), own)
