@@ -2,6 +2,8 @@
 
 Parameters can wait that one call reads alone, perhaps behind a transpose. One with several uses
 cannot: autograd adds up its uses in one order. What waits holds the gradients of the call's result.
+Those of group normalisation do not: PyTorch's kernel for tensors with channels last on a CPU ends
+the process where the gradient of the input is not asked for as well (2.13).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from operator import attrgetter
 
+import torch
 from torch import Tensor, fx, nn
 
 from anabranch.graph.flat_program import requires_grad
@@ -43,7 +46,8 @@ def calls_with_weights(
         elif node.op == "call_function" and behind.intersection(sources):
             if requires_grad(node):  # unlike an index, or what is detached
                 behind.add(node)
-            if node in behind and read and isinstance(node.meta.get("val"), Tensor):
+            is_noted = node in behind and node.target is not torch.ops.aten.group_norm.default
+            if is_noted and read and isinstance(node.meta.get("val"), Tensor):
                 calls[node] = read
         elif node.op == "call_function" and len(node.users) == 1 and alone.keys() >= set(sources):
             alone[node] = read  # such as the transpose of a weight
