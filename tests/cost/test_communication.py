@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anabranch.cluster import Cluster, Level
-from anabranch.cost.communication import border_price, ring_price, transfer_s
+from anabranch.cost.communication import all_reduce_price, border_price, transfer_s
 
 
 def test_a_message_takes_its_latency_and_its_bytes():
@@ -19,10 +19,10 @@ def test_a_message_takes_its_latency_and_its_bytes():
 def test_an_all_reduce_sends_all_but_one_share_twice():
     """4 ranks: 2 * 3 quarters, so 1.5 times the bytes; 4 latencies, twice the depth of a tree."""
     link = 100.0, 0.5
-    assert ring_price(*link, 4) == (0.015, 2.0)
-    assert ring_price(*link, 4, updates=3) == (pytest.approx(0.045), 6.0)
-    assert ring_price(*link, 1) == (0.0, 0.0)
-    assert [ring_price(*link, ranks)[1] for ranks in (2, 3, 5, 1024)] == [1.0, 2.0, 3.0, 10.0]
+    assert all_reduce_price(*link, 4) == (0.015, 2.0)
+    assert all_reduce_price(*link, 4, updates=3) == (pytest.approx(0.045), 6.0)
+    assert all_reduce_price(*link, 1) == (0.0, 0.0)
+    assert [all_reduce_price(*link, ranks)[1] for ranks in (2, 3, 5, 1024)] == [1.0, 2.0, 3.0, 10.0]
 
 
 def cluster(*levels: tuple[int, float]) -> Cluster:

@@ -27,7 +27,7 @@ def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
     return nbytes * per_byte_s + (nbytes > 0) * latency_s
 
 
-def ring_price(
+def all_reduce_price(
     bandwidth: float, latency_s: float, ranks: int, updates: int = 1
 ) -> tuple[float, float]:
     """Seconds per byte and of latency of all-reduces of one message, for ``transfer_s``.

@@ -19,7 +19,7 @@ import numpy as np
 from anabranch.cluster import Calibration, Cluster
 from anabranch.compiled import Floats
 from anabranch.cost import sparse
-from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price
+from anabranch.cost.communication import Route, all_reduce_price, all_reduce_s, border_price
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
 from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
@@ -177,20 +177,20 @@ class CostModel:
         """Seconds per byte that each of so many devices of a stage pays for its border."""
         return border_price(self.cluster, devices)
 
-    def ring_price(self, devices: Sequence[int], ranks: int) -> tuple[float, float]:
+    def all_reduce_price(self, devices: Sequence[int], ranks: int) -> tuple[float, float]:
         """Seconds per byte and of latency of the all-reduces of a batch.
 
         Args:
             devices: the first and the last on the way of the ring, at least.
         """
         link = self.cluster.slowest_link(devices)
-        return ring_price(link.bandwidth, link.latency_s, ranks, self.updates)
+        return all_reduce_price(link.bandwidth, link.latency_s, ranks, self.updates)
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
-        """Seconds of a ring all-reduce over these devices, on the slowest link among them, as often
+        """Seconds of an all-reduce over these devices, on the slowest link among them, as often
         as the weights are updated.
         """
-        return float(all_reduce_s(nbytes, *self.ring_price(devices, len(devices))))
+        return float(all_reduce_s(nbytes, *self.all_reduce_price(devices, len(devices))))
 
     @property
     def calibration(self) -> Calibration:

@@ -123,7 +123,7 @@ def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parame
 def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
     nbytes = sum(gradient.nbytes for gradient in gradients)
     final = tuple(map(min, zip(*(gradient.final for gradient in gradients), strict=True)))
-    seconds = transfer_s(nbytes, *cost.ring_price(devices, len(devices)))
+    seconds = transfer_s(nbytes, *cost.all_reduce_price(devices, len(devices)))
     return Piece(nbytes, float(seconds), final)
 
 

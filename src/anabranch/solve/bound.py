@@ -213,7 +213,7 @@ class _Relaxation:
             passes = batch_size / replicas / samples[fitting, None]
             compute_s = passes * (forward_s + backward_s)[fitting]
             returned_s = (passes * (forward_s + inputs_s)[fitting]).min(axis=0)
-            byte_s, latency_s = cost.ring_price((0, row), replicas)
+            byte_s, latency_s = cost.all_reduce_price((0, row), replicas)
             busy[row] = compute_s.min(axis=0) + update_s / replicas
             alone_s = busy[row] + transfer_s(held.summed, byte_s, latency_s)
             least[row] = before_s + np.maximum(alone_s, returned_s + behind_s)
@@ -225,7 +225,7 @@ class _Relaxation:
             if replicas <= min(shape[0] - 1, batch_size):
                 apart_s = np.inf
                 if replicas > 1:
-                    price = cost.ring_price((0, replicas), replicas)
+                    price = cost.all_reduce_price((0, replicas), replicas)
                     apart_s = before_s + busy[replicas - 1] + transfer_s(held.summed, *price)
                 filled_s = _filled_s(cost, batch_size, level, samples, forward_s, backward_s)
                 filled_s += update_s / replicas
@@ -271,7 +271,7 @@ def _filled_s(
     """
     replicas = cost.cluster.group_sizes[level]
     summed = cost.own_parameter_bytes.summed
-    byte_s, latency_s = cost.ring_price((0, replicas - 1), replicas)
+    byte_s, latency_s = cost.all_reduce_price((0, replicas - 1), replicas)
     most = samples[samples <= max(-(-batch_size // replicas), samples[0])]
     forward_s, backward_s = (
         np.minimum.accumulate(seconds[: len(most)] / most[:, None], axis=0)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes, piece_count
-from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
+from anabranch.cost.communication import all_reduce_price, all_reduce_s, transfer_s
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
 from anabranch.planner.auto.stage_records import (
     EdgeRecord,
@@ -203,7 +203,7 @@ def updated_after(stages: Table[StageRecord], state: State) -> float:
 def _ring(stage: StageRecord, levels: Table[LevelRecord]) -> tuple[float, float]:
     """Seconds per byte and of latency of a stage's all-reduces."""
     level = levels[level_of(stage.low, stage.high, levels)]
-    return ring_price(level.bandwidth, level.latency, stage.replicas, 1)
+    return all_reduce_price(level.bandwidth, level.latency, stage.replicas, 1)
 
 
 def _piece(stage: StageRecord) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.cluster import Link
-from anabranch.cost.communication import ring_price, transfer_s
+from anabranch.cost.communication import all_reduce_price, transfer_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 
@@ -108,7 +108,7 @@ class RunTables:
 
     def _ring_s(self, link: Link, degree: int, done: Floats) -> Floats:
         reduced, updates = self.row.matrices.held.summed, self.row.cost.updates
-        per_byte, latency_s = ring_price(link.bandwidth, link.latency_s, degree, updates)
+        per_byte, latency_s = all_reduce_price(link.bandwidth, link.latency_s, degree, updates)
         if not self.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))
         # Column j: the gradients of the operators before cut j, which are complete when the

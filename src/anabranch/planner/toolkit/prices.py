@@ -119,7 +119,7 @@ class MicrobatchPrices:
     def ring(self, degree: int) -> tuple[float, float]:
         """Seconds per byte and of latency of one all-reduce over replicas in a row."""
         last = min(degree, self.cost.cluster.num_devices) - 1
-        return self.cost.ring_price((0, last), degree)
+        return self.cost.all_reduce_price((0, last), degree)
 
     def rates(self, replicas: int) -> tuple[float, float, float, float]:
         """Samples on the fullest replica, seconds per byte across the border, and ``ring``."""
