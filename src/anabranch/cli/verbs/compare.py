@@ -34,7 +34,7 @@ def compare(
     policy: settings.PolicyNames | None = None,
     report: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
 ) -> None:
-    """Every planner side by side on the same profile, judged by the same simulator.
+    """Compare all planners on one profile, by one simulator.
 
     With --mode async the weight policies side by side: time per mini-batch of the full pipeline,
     memory, versions, and how old the weights are that are read; for the best plan of planner

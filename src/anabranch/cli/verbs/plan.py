@@ -49,7 +49,7 @@ def plan(
     start: Annotated[Path | None, typer.Option("--from")] = None,
     baselines: bool = True,
 ) -> None:
-    """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
+    """Find stages, devices, micro-batches and a schedule for MODEL.
 
     With --mode async for training without a flush: the plan with the least time per mini-batch,
     with the memory of all weight versions that the policy holds. Ctrl-C ends the search with the
