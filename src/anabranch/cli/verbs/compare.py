@@ -53,8 +53,6 @@ def compare(
       piper --planner sequential`
     - `anabranch compare graph.txt -o samples=32 --cluster dapple-c:16 --batch-size 2048`: a profile
       in the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
-    - `anabranch compare mmt --cluster summit:8x4 --batch-size 512 --planner-option
-      graphpipe.tolerance=0.001 --planner-option recompute=false -o compare.json`
     - `anabranch compare mmt --cluster summit:2x4 --batch-size 8 --mode async --planner graphpipe
       --planner pipedream --policy stash --policy pipeoptim`
 
