@@ -201,9 +201,7 @@ class ComputeSettings(Settings):
 
     precision: Precision | None = None
     backend: Annotated[str | None, typer.Option("--compile", metavar="BACKEND")] = None
-    shard_optimizer: Annotated[
-        bool | None, typer.Option("--shard-optimizer/--no-shard-optimizer")
-    ] = None
+    shard_optimizer: bool | None = None
     offload: Annotated[bool, in_file("--offload")] = False
     dropout: Annotated[Literal["stage", "sample"], in_file()] = "stage"
     sparse_embeddings: Annotated[bool | None, in_file("--sparse-embeddings")] = None
