@@ -95,10 +95,13 @@ def test_a_trained_model_reloads_in_plain_transformers(name: str, kind: str, tmp
 
 
 def test_a_single_file_reloads_strictly_in_plain_torch(tmp_path: Path):
-    """With its tied weight once."""
+    """With its tied weight once; like the checkpoint, for all who may read a new file."""
     model = built("Tied")
     trained(model, batch(16), tmp_path / "run")
     made = export(tmp_path / "run", tmp_path / "out" / "tied.safetensors")
+    (tmp_path / "new").touch()
+    for file in (tmp_path / "run" / "rank-0.safetensors", made.path):
+        assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
     assert (made.prefix, made.left_out, made.architecture) == ("", 0, "")
     module = type(model.module)()
     load_model(module, str(made.path), strict=True)

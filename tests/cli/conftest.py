@@ -101,11 +101,11 @@ def call(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def run(call):
-    """Call it, and have standard error as one line without frames."""
+    """Call it, and have standard error as one line."""
 
     def folded(*arguments: str) -> tuple[int, str, str]:
         code, out, err = call(*arguments)
-        return code, out, " ".join(err.replace("│", " ").split())
+        return code, out, " ".join(err.split())
 
     return folded
 

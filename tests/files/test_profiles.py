@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 from hypothesis import given
@@ -13,6 +14,14 @@ from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 from tests.files.documents import PROFILE, same_folder
 from tests.strategies import profiles
+
+
+def test_the_profile_of_the_page(tmp_path: Path) -> None:
+    """The graph that docs/how-to-choose.md writes by hand is two towers and their loss."""
+    page = Path(__file__).parents[2] / "docs" / "how-to-choose.md"
+    (document,) = re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "p.json").write_text(document)
+    assert load_profile(tmp_path / "p.json").graph.edges == ((0, 2), (1, 2))
 
 
 def test_profile_by_eye(tmp_path: Path) -> None:

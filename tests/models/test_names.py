@@ -173,6 +173,12 @@ def test_a_mistake_in_the_users_own_code_is_named_by_its_line(text, message):
     assert type(found.value.__cause__).__name__ in message
 
 
+def test_a_mistake_with_options_shows_them():
+    """As the function was called, with texts."""
+    with pytest.raises(WorkloadError, match=r"theirs:workload\(width='wide'\) raised at"):
+        resolve("theirs:workload", options={"width": "wide"})
+
+
 def test_a_neighbour_of_ours_is_the_users_own(tmp_path, monkeypatch):
     """Its path begins like that of this package, as that of an extension may."""
     monkeypatch.setattr("anabranch.errors.__file__", str(tmp_path / "the" / "errors.py"))

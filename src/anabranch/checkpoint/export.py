@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from anabranch.checkpoint.manifest import Pretrained
 from anabranch.checkpoint.reading import Checkpoint
+from anabranch.checkpoint.writing import write_tensors
 from anabranch.errors import TrainingError
 from anabranch.graph.slices import whole_name
 
@@ -94,10 +94,10 @@ def export(
         tensors = {_name_in_peft(name, pretrained.adapter): t for name, t in tensors.items()}
     with written_whole(path, SafetensorError) as partial:
         if path.suffix == ".safetensors":
-            save_file(tensors, partial, {"format": "pt"})
+            write_tensors(tensors, partial, {"format": "pt"})
         else:
             partial.mkdir()
-            save_file(tensors, partial / weights, {"format": "pt"})
+            write_tensors(tensors, partial / weights, {"format": "pt"})
             if adapter:
                 (partial / "adapter_config.json").write_text(adapter)
             if part is not None:

@@ -198,7 +198,7 @@ def write_part(target: Target, rank: int, part: RankPart) -> None:
         for key, t in tensors.items()
     }
     try:
-        save_file(tensors, file, {"checkpoint": target.id, "step": str(target.progress.step)})
+        write_tensors(tensors, file, {"checkpoint": target.id, "step": str(target.progress.step)})
         sync(file)
         written = {
             **part.description,
@@ -212,6 +212,15 @@ def write_part(target: Target, rank: int, part: RankPart) -> None:
         incomplete.rename(final)
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"{file} cannot be written: {error}") from error
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with a new file's permissions; the library's are its owner's."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata)
+    if file.stat().st_mode != mode:  # file systems without permissions refuse to change them
+        file.chmod(mode)
 
 
 def finish(target: Target, lock: int) -> None:

@@ -61,12 +61,12 @@ app = typer.Typer(
     name="anabranch",
     cls=_Verbs,
     help="Train any PyTorch model as a pipeline whose stages form a graph.\n\n"
-    "MODEL is a built-in name (see `anabranch models`), `package.module:function` that returns "
+    "MODEL is a built-in name (see anabranch models), package.module:function that returns "
     "an anabranch.Workload, or, where only planning is asked, a profile file.\n\n"
-    "Start with `anabranch demo`; then `doctor`, `plan`, `verify` and `train` your own model.",
+    "Start with anabranch demo; then doctor, plan, verify and train your own model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # rich's table cuts names of options to fit a terminal
 )
 _verbs = (
     *(doctor, profile, plan, compare, check, simulate, rehearse, models),

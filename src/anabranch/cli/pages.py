@@ -72,6 +72,7 @@ def write_comparison(
         # Beside itself a plan gains nothing.
         step_s = {c.planner: plans[c].figures.step_s for c in others}
         chains = [step_s[name] for name in ("chain", "sequential") if name in step_s]
+        chains += [shown.figures.step_s] * (bool(chains) and shown.stage_graph.shape == "chain")
         figures = replace(
             shown.figures,
             data_parallel_s=step_s.get("data-parallel"),

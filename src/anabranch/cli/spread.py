@@ -87,7 +87,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
-    call.__doc__ = about
+    call.__doc__ = about.replace("\n- ", "\n\n- ").replace("\n  ", "\n").replace("`", "")
     return call
 
 

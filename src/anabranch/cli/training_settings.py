@@ -7,7 +7,6 @@ Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -31,8 +30,6 @@ SPARE_COPIES = 10
 """Steps between two copies in memory, unless the user says otherwise: more of them cost more, fewer
 have more steps done again.
 """
-
-_computing = partial(typer.Option, rich_help_panel="Computing")
 
 
 @dataclass(frozen=True)
@@ -202,11 +199,9 @@ class ComputeSettings(Settings):
             [default: the plan's].
     """
 
-    precision: Annotated[Precision | None, _computing()] = None
-    backend: Annotated[str | None, _computing("--compile", metavar="BACKEND")] = None
-    shard_optimizer: Annotated[
-        bool | None, _computing("--shard-optimizer/--no-shard-optimizer")
-    ] = None
+    precision: Precision | None = None
+    backend: Annotated[str | None, typer.Option("--compile", metavar="BACKEND")] = None
+    shard_optimizer: bool | None = None
     offload: Annotated[bool, in_file("--offload")] = False
     dropout: Annotated[Literal["stage", "sample"], in_file()] = "stage"
     sparse_embeddings: Annotated[bool | None, in_file("--sparse-embeddings")] = None

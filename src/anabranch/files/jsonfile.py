@@ -194,6 +194,7 @@ def explain(error: ValidationError, writer: str = "anabranch") -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {where}; misspelt, or written by another version of {writer}{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    expected = expected.replace("a valid integer", "a whole number without point or exponent")
     return f"{where or 'the document'} is {shown(first['input'])}; {expected}{more}"
 
 

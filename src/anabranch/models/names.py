@@ -54,7 +54,8 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
     _check_options(function, text, options)
     if "preset" in _arguments(function) and "preset" not in options:
         options["preset"] = preset
-    with naming_place(f"{text} raised"):
+    called = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    with naming_place(f"{text}{called and f'({called})'} raised"):
         try:
             with _parameters_on_meta() if meta else nullcontext():
                 workload = function(**options)

@@ -171,7 +171,7 @@ BROKEN: list[tuple[tuple[int | str, ...], object, str]] = [
     (("edges",), ..., "key edges is missing"),
     (("nodes", 1, "weight"), 1, "unknown key nodes[1].weight"),
     (("nodes", 1, "id"), 0, "nodes[1] describes node 0, and so does nodes[0]"),
-    (("nodes", 1, "id"), "1", 'nodes[1].id is "1"; it should be a valid integer'),
+    (("nodes", 1, "id"), "1", 'nodes[1].id is "1"; it should be a whole number'),
     (("nodes", 1, "TMPCs"), ..., "key nodes[1].TMPCs is missing"),
     (("nodes", 1, "TMPCs", "1"), ..., "key nodes[1].TMPCs.1 is missing"),
     (("nodes", 1, "TMPCs", "1"), [], 'nodes[1].TMPCs.1 has the variants -; "vanilla" is needed'),

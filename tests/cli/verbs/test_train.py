@@ -373,7 +373,7 @@ def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan):
         for option in (("--batch-size", "8"), ("--devices", "2")):
             code, _, err = run(verb, TOWERS, "--plan", plan, *option)
             assert code == 2
-            assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
+            assert f"decides what {option[0]} would" in " ".join(err.split())
 
 
 def test_what_a_run_file_says_beside_a_plan_is_named_with_the_file(run, plan, tmp_path):
@@ -382,7 +382,7 @@ def test_what_a_run_file_says_beside_a_plan_is_named_with_the_file(run, plan, tm
     file = str(tmp_path / "run.toml")
     code, _, err = run("train", file, "--trust", "--plan", plan)
     assert code == 2
-    said = "".join(err.replace("│", "").split())
+    said = "".join(err.split())
     assert f"decideswhatdevicesin{file}would;leaveoutone" in said
 
 

@@ -18,9 +18,9 @@ from anabranch.weights import OPTIMIZERS
 def check(
     plan_file: PlanFile,
     other: PlannedModelSettings,
-    model: Annotated[str | None, typer.Argument()] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
 ) -> None:
-    """Is PLAN valid? Structure and schedule alone or, with MODEL, also its operators and memory.
+    """Check PLAN alone, or its operators and memory with MODEL.
 
     The conditions of a valid plan, with MODEL all four, and that it fits into memory:
 

@@ -34,7 +34,7 @@ def compare(
     policy: settings.PolicyNames | None = None,
     report: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
 ) -> None:
-    """Every planner side by side on the same profile, judged by the same simulator.
+    """Compare all planners on one profile, by one simulator.
 
     With --mode async the weight policies side by side: time per mini-batch of the full pipeline,
     memory, versions, and how old the weights are that are read; for the best plan of planner
@@ -53,8 +53,6 @@ def compare(
       piper --planner sequential`
     - `anabranch compare graph.txt -o samples=32 --cluster dapple-c:16 --batch-size 2048`: a profile
       in the format of PipeDream, Piper or DAPPLE, measured with mini-batches of 32 samples
-    - `anabranch compare mmt --cluster summit:8x4 --batch-size 512 --planner-option
-      graphpipe.tolerance=0.001 --planner-option recompute=false -o compare.json`
     - `anabranch compare mmt --cluster summit:2x4 --batch-size 8 --mode async --planner graphpipe
       --planner pipedream --policy stash --policy pipeoptim`
 

@@ -40,7 +40,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1)] = 1500,
     run: Annotated[Path | None, typer.Option("--out")] = None,
 ) -> None:
-    """The main job from start to end: capture, measure, plan, verify, train, show.
+    """Capture, measure, plan, verify and train a model.
 
     Args:
         model: Model to show.

@@ -23,11 +23,11 @@ def doctor(
     device: str = "v100",
     precision: Precision | None = None,
 ) -> None:
-    """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
-    weights, batch normalisation; whether its optimizer can be made; what a graph of stages can
-    gain, and the first plan to try.
+    """Examine MODEL, and say what a graph of stages can gain.
 
-    Its output can be pasted into a report of a fault. Exits with 1 if the model cannot be captured.
+    Can it be captured, and which line stops it; its loss, tied and frozen weights, batch
+    normalisation; whether its optimizer can be made; the first plan to try. The output can be
+    pasted into a report of a fault. Exits with 1 if the model cannot be captured.
 
     Example: `anabranch doctor mypackage.mymodel:workload`
 

@@ -21,10 +21,11 @@ def export(
     dcp: Annotated[bool, typer.Option("--dcp")] = False,
     optimizer: Annotated[str | None, typer.Option(metavar="CLASS")] = None,
 ) -> None:
-    """Write the model of CKPT as plain safetensors, under the names of its state_dict.
+    """Write the model of CKPT as plain safetensors.
 
-    Tied weights are written once, buffers that are not persistent are left out: as Hugging Face's
-    save_pretrained does. A folder is what from_pretrained takes.
+    Names are those of its state_dict; tied weights are written once, buffers that are not
+    persistent are left out: as Hugging Face's save_pretrained does. A folder is what
+    from_pretrained takes.
 
     Examples:
 

@@ -20,14 +20,14 @@ def export_plan(
     context: typer.Context,
     plan_file: PlanFile,
     folder: Annotated[Path, typer.Option("-o", "--output", callback=folder_to_write)],
-    model: Annotated[str | None, typer.Argument()] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
     torchtitan: Annotated[bool, typer.Option("--torchtitan")] = False,
     preset: Preset | None = None,
 ) -> None:
-    """Write the schedule of PLAN, a chain, as the CSV file that PyTorch's pipelining reads.
+    """Write the schedule of PLAN, a chain, for PyTorch.
 
-    A plan that PyTorch cannot express (stages as a graph, micro-batches or replicas that differ,
-    no flush) is refused with its reasons.
+    It is the CSV file that its pipelining reads. A plan that PyTorch cannot express (stages as a
+    graph, micro-batches or replicas that differ, no flush) is refused with its reasons.
 
     Example: `anabranch plan MODEL --planner sequential --granularity block ... -o plan.json`, then
     `anabranch export-plan plan.json MODEL --torchtitan -o titan`

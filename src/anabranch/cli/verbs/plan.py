@@ -49,7 +49,7 @@ def plan(
     start: Annotated[Path | None, typer.Option("--from")] = None,
     baselines: bool = True,
 ) -> None:
-    """Find stages, devices, micro-batches and a schedule for MODEL or a profile file.
+    """Find stages, devices, micro-batches and a schedule for MODEL.
 
     With --mode async for training without a flush: the plan with the least time per mini-batch,
     with the memory of all weight versions that the policy holds. Ctrl-C ends the search with the
@@ -65,8 +65,6 @@ def plan(
       --planner-option recompute=false`
     - `anabranch plan mmt --cluster summit:8x4 --batch-size 512 --from mine.json -o plan.json`: what
       the search finds from a plan of yours
-    - `anabranch plan dlrm --cluster summit:8x4 --batch-size 256 --rewrite none`: the model as it is
-      written, without a product on the concatenation of its branches becoming a sum of products
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
 
     Args:

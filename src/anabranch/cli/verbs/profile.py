@@ -22,7 +22,7 @@ def profile(
     samples: str | None = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
 ) -> None:
-    """Measure the operators of MODEL here, or estimate them for another device.
+    """Measure the operators of MODEL, or estimate them for a GPU.
 
     Example: `anabranch profile mmt --device v100 --batch-size 512 -o mmt-v100.json`
 

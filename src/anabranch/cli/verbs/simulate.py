@@ -39,7 +39,7 @@ def simulate(
     context: typer.Context,
     plan_file: PlanFile,
     other: PlannedModelSettings,
-    model: Annotated[str | None, typer.Argument()] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
     schedule: ScheduleName | None = None,
     mode: Mode | None = None,
     policy: PolicyName | None = None,

@@ -41,7 +41,7 @@ def train(
     emulated: Annotated[bool, typer.Option("--emulate")] = False,
     run: Annotated[Path | None, typer.Option("--out")] = None,
 ) -> None:
-    """Train MODEL as a pipeline on local ranks, or as one rank of torchrun.
+    """Train MODEL as a pipeline, on local ranks or under torchrun.
 
     Where plain data parallelism is predicted to be faster, the plan is that: one stage with
     replicas. --max-replicas 1 asks for a pipeline.

@@ -21,13 +21,13 @@ def verify(
     dropout: Literal["off", "sample", "stage"] = "off",
     rewrite: Annotated[str | None, typer.Option(metavar="none|NAME[,NAME]")] = None,
 ) -> None:
-    """Train one step as a pipeline and in one process; compare loss and every gradient.
+    """Compare loss and gradients of a pipeline with one process.
 
-    Both accumulate the same micro-batches in the same order. Without --plan, stages have no
-    replicas, so that everything is equal bit for bit. The whole batch at once is compared as well,
-    which shows what micro-batches change. With --rewrite, or by a plan that has rewrites, slices of
-    parameters are compared with those of the module as it is written. Exits with 1 if a difference
-    is more than rounding. Everything is in fp32, whatever the precision of the plan.
+    Both accumulate the same micro-batches of one step in the same order. Without --plan, stages
+    have no replicas, so that everything is equal bit for bit. The whole batch at once is compared
+    as well, which shows what micro-batches change. With --rewrite, or by a plan that has rewrites,
+    slices of parameters are compared with those of the module as it is written. Exits with 1 if a
+    difference is more than rounding. Everything is in fp32, whatever the precision of the plan.
 
     Examples:
 
