@@ -275,7 +275,8 @@ class Captured:
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
         with only_frozen(self.module, self.programs.exporter.frozen):
             first = self.programs.exporter
-            exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
+            alike = first.device, first.rewrites, first.moved
+            exporter = Exporter(self.module, layout, training, *alike)
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 

@@ -7,7 +7,7 @@ is exported again for each number.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,7 @@ class Exporter:
         refusals: for each rewrite, why other sites were left as they are.
         fixed: programs of numbers of samples that the module was exported for by themselves.
         reads: attributes that its forward reads in Python.
+        moved: names of the buffers that it changes, in other modes too if they were captured first.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Exporter:
         training: bool,
         device: torch.device,
         rewrites: Sequence[Rewrite] = (),
+        moved: Collection[str] = (),
     ) -> None:
         _require_layouts(module)
         # A module without values stays one here, whatever values it is given later.
@@ -86,6 +88,7 @@ class Exporter:
         self.outputs: tuple[str, ...] = ()
         self.rewrites: Sequence[Rewrite] = rewrites
         self.refusals: Sequence[str] = ()
+        self.moved = set(moved)
         self._wrapped = ReturnsLoss(module, layout.rebuild)
         self._names = _first_names(module)
         self._tensors: dict[PlaceholderSource, torch.Tensor] = {
@@ -194,8 +197,8 @@ class Exporter:
             program = lowered()
             if changed := {source.name for _, source in program.writes_to(BATCH_LEAF)}:
                 program = lowered(copied=changed)
-            moved = {source.name for _, source in program.writes_to(BUFFER)}
-            if both := sorted(moved & self.reads.buffers.keys()):
+            self.moved |= {source.name for _, source in program.writes_to(BUFFER)}
+            if both := sorted(self.moved & self.reads.buffers.keys()):
                 raise CaptureError(
                     f"{type(self.module).__name__} cannot be captured: by the value of {both[0]} "
                     "the forward goes one way or another, and it changes that buffer, so a later "
