@@ -275,8 +275,8 @@ class Captured:
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
         with only_frozen(self.module, self.programs.exporter.frozen):
             first = self.programs.exporter
-            alike = first.device, first.rewrites, first.moved
-            exporter = Exporter(self.module, layout, training, *alike)
+            exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
+            exporter.moved |= first.moved
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 

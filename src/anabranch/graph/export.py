@@ -208,13 +208,12 @@ def _recomputed(
     Copies of PyTorch's have its arguments; in diffusion models the number of inputs stands in place
     of the flag, and parameters follow the inputs.
     """
-    if cls.__name__ != checkpoint.CheckpointFunction.__name__ or not callable(run):
-        return None
     count = len(inputs) if isinstance(option, bool) else option
-    if not isinstance(count, int) or not 0 <= count <= len(inputs):
+    is_one = cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(run)
+    if not (is_one and isinstance(count, int) and 0 <= count <= len(inputs)):
         return None
-    only_parameters = all(isinstance(value, nn.Parameter) for value in inputs[count:])
-    return inputs[:count] if only_parameters else None
+    is_whole = all(isinstance(value, nn.Parameter) for value in inputs[count:])
+    return inputs[:count] if is_whole else None
 
 
 @contextlib.contextmanager

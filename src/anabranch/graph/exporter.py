@@ -7,7 +7,7 @@ is exported again for each number.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -63,7 +63,7 @@ class Exporter:
         refusals: for each rewrite, why other sites were left as they are.
         fixed: programs of numbers of samples that the module was exported for by themselves.
         reads: attributes that its forward reads in Python.
-        moved: names of the buffers that it changes, in other modes too if they were captured first.
+        moved: names of the buffers that it changes, here or in an earlier capture of the module.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class Exporter:
         training: bool,
         device: torch.device,
         rewrites: Sequence[Rewrite] = (),
-        moved: Collection[str] = (),
     ) -> None:
         _require_layouts(module)
         # A module without values stays one here, whatever values it is given later.
@@ -88,7 +87,7 @@ class Exporter:
         self.outputs: tuple[str, ...] = ()
         self.rewrites: Sequence[Rewrite] = rewrites
         self.refusals: Sequence[str] = ()
-        self.moved = set(moved)
+        self.moved: set[str] = set()
         self._wrapped = ReturnsLoss(module, layout.rebuild)
         self._names = _first_names(module)
         self._tensors: dict[PlaceholderSource, torch.Tensor] = {

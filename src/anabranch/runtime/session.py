@@ -196,7 +196,7 @@ class Session:
         if changed := workers.captured.programs.exporter.reads.changed_buffers():
             raise TrainingError(
                 f"{', '.join(changed[:3])} has changed since the model was captured, and by its "
-                "value the forward goes one way or another; set it before the pipeline is made"
+                "value the forward goes one way or another; set it where the module is made"
             )
 
     def begin_batch(self, batch: Batch) -> None:
