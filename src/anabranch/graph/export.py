@@ -96,8 +96,8 @@ def export(
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
         checkpoints, checks, asked = set[str](), set[str](), set[int]()
         # Inputs of a trace: parameters, which steps change, then buffers.
-        first = [(name, None) for name, _ in module.named_parameters(remove_duplicate=False)]
-        inputs = [*first, *module.named_buffers(remove_duplicate=False)]
+        parameters = [(name, None) for name, _ in module.named_parameters(remove_duplicate=False)]
+        inputs = [*parameters, *module.named_buffers(remove_duplicate=False)]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
@@ -209,11 +209,11 @@ def _recomputed(
     of the flag, and parameters follow the inputs.
     """
     count = len(inputs) if isinstance(option, bool) else option
-    is_one = cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(run)
-    if not (is_one and isinstance(count, int) and 0 <= count <= len(inputs)):
+    is_checkpoint = cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(run)
+    if not (is_checkpoint and isinstance(count, int) and 0 <= count <= len(inputs)):
         return None
-    is_whole = all(isinstance(value, nn.Parameter) for value in inputs[count:])
-    return inputs[:count] if is_whole else None
+    only_parameters = all(isinstance(value, nn.Parameter) for value in inputs[count:])
+    return inputs[:count] if only_parameters else None
 
 
 @contextlib.contextmanager
