@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.utils.generic import maybe_autocast
 from anabranch.graph.capture import capture
 from anabranch.graph.flat_program import CALL, gradient_types
 from anabranch.graph.split import split
+from anabranch.graph.tracing import library_rules
 from tests import losses
 from tests.graph.chain import check_split, random_stages
 
@@ -213,6 +215,13 @@ class FullHead(nn.Module):
         h = self.body(x)
         with maybe_autocast(h.device.type, enabled=False):
             return self.head(h.float()).square().mean()
+
+
+def test_modules_whose_import_is_blocked_have_no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is not to be used."""
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    with library_rules():
+        assert sys.modules[__name__].maybe_autocast is torch.autocast
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

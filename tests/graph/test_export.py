@@ -374,6 +374,17 @@ def test_a_copy_of_checkpoint_is_dropped_with_a_warning() -> None:
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 
+@pytest.mark.parametrize("arguments", [({}, ()), (2,)])
+def test_another_custom_gradient_of_that_name_is_refused(arguments: tuple[Any, ...]) -> None:
+    """What its arguments mean is not known: here options and names, or how often."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return CheckpointFunction.apply(torch.tanh, *arguments, h)
+
+    with pytest.raises(CaptureError, match=r"calls CheckpointFunction\.apply, an"):
+        capture(Net(body), batch())
+
+
 def test_mask_that_is_computed_twice_is_told() -> None:
     """Each has a size of its own to the tracer, also where the same line has made it."""
 

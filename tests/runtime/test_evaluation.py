@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch.errors import DataError
+from anabranch.errors import DataError, TrainingError
+from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import Fetched
 from anabranch.runtime.worker import Worker
-from tests.runtime.small import batch, built, plan
+from anabranch.workload import Workload
+from tests.runtime.small import Built, batch, built, plan
 from tests.runtime.training import run
 
 pytestmark = pytest.mark.dist
@@ -70,3 +72,27 @@ def test_a_batch_is_looked_at_when_the_next_one_is_under_way(
 
     (found,) = run(model, plan(model, 1), work)
     assert found == ["run", "run", "look", "run", "look", "look"]
+
+
+class Centred(torch.nn.Module):
+    """Subtracts a mean in evaluation, once there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_centred = not self.training and self.mean.any()
+        return self.layer(x - self.mean if is_centred else x).square().mean()
+
+
+def test_a_buffer_that_decides_in_evaluation_is_compared() -> None:
+    """The captured model would go the way of the first evaluation."""
+    module, leaves = Centred(), {"x": torch.ones(2, 3)}
+    model = Built(capture(module, leaves), Workload(module, leaves))
+    pipe = Pipeline(model.workload, plan(model, 1, batch_size=2))
+    pipe.evaluate([leaves])
+    module.mean.fill_(1.0)
+    with pytest.raises(TrainingError, match="mean has changed since the model was captured"):
+        pipe.evaluate([leaves])

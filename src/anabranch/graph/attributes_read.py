@@ -87,18 +87,26 @@ class AttributesRead:
             plain = isinstance(now, _PLAIN) and isinstance(kept, _PLAIN)
             values = textwrap.shorten(f"(was {kept!r}, now {now!r})", 80) if plain else ""
             texts.append(f"{what} {values}".rstrip())
-        for name, (kept, before) in self.buffers.items():
-            now = self._module.get_buffer(name)
-            if _snapshot(now) != before and torch.equal(now.to(kept.device), kept):
-                self.buffers[name] = kept, _snapshot(now)
-            elif _snapshot(now) != before:
-                texts.append(f"{name} (by which the forward branches)")
         return texts
 
-    def keep_buffers(self, names: Iterable[str]) -> None:
-        """Compare these buffers as well, whose values decide which way the forward goes."""
-        for name in names:
+    def changed_buffers(self) -> list[str]:
+        """Names of the buffers that would send the forward another way than when it was traced."""
+        names = []
+        for name, (kept, before) in self.buffers.items():
             now = self._module.get_buffer(name)
+            if _snapshot(now) == before:
+                continue
+            if torch.equal(now.to(kept.device), kept):
+                self.buffers[name] = kept, _snapshot(now)
+            else:
+                names.append(name)
+        return names
+
+    def keep_buffers(self, names: Iterable[str]) -> None:
+        """Compare these buffers, whose values decide which way the forward goes."""
+        first = {id(buffer): name for name, buffer in self._module.named_buffers()}
+        for now in map(self._module.get_buffer, names):
+            name = first[id(now)]
             self.buffers[name] = now.detach().clone(), _snapshot(now)
 
     def accept(self) -> None:

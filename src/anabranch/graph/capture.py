@@ -276,6 +276,7 @@ class Captured:
         with only_frozen(self.module, self.programs.exporter.frozen):
             first = self.programs.exporter
             exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
+            exporter.moved |= first.moved
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 

@@ -96,8 +96,8 @@ def export(
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
         checkpoints, checks, asked = set[str](), set[str](), set[int]()
         # Inputs of a trace: parameters, which steps change, then buffers.
-        first = [(name, None) for name, _ in module.named_parameters(remove_duplicate=False)]
-        inputs = [*first, *module.named_buffers(remove_duplicate=False)]
+        parameters = [(name, None) for name, _ in module.named_parameters(remove_duplicate=False)]
+        inputs = [*parameters, *module.named_buffers(remove_duplicate=False)]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(quiet())
@@ -200,6 +200,22 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def _recomputed(
+    cls: Any, run: Any = None, option: Any = None, *inputs: Any
+) -> tuple[Any, ...] | None:
+    """Return the inputs of what a checkpoint runs; None for another custom gradient.
+
+    Copies of PyTorch's have its arguments; in diffusion models the number of inputs stands in place
+    of the flag, and parameters follow the inputs.
+    """
+    count = len(inputs) if isinstance(option, bool) else option
+    is_checkpoint = cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(run)
+    if not (is_checkpoint and isinstance(count, int) and 0 <= count <= len(inputs)):
+        return None
+    only_parameters = all(isinstance(value, nn.Parameter) for value in inputs[count:])
+    return inputs[:count] if only_parameters else None
+
+
 @contextlib.contextmanager
 def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]:
     """Call custom gradients as operators if they ``are_traced``, and refuse those that cannot be
@@ -213,11 +229,9 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
     data: Any = torch.Tensor.data
 
     def apply(cls: Any, *args: Any) -> Any:
-        if cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(args[0]):
+        if (inputs := _recomputed(cls, *args)) is not None:
             checkpoints.add(user_frame(traceback.extract_stack()))
-            run, option, *inputs = args
-            # The copy in diffusion models has a number of inputs there; parameters follow them.
-            return run(*(inputs[:option] if type(option) is int else inputs))
+            return args[0](*inputs)
         if cls is BackwardHookFunction:
             hook()
         plain_apply = super(function, cls).apply

@@ -63,6 +63,7 @@ class Exporter:
         refusals: for each rewrite, why other sites were left as they are.
         fixed: programs of numbers of samples that the module was exported for by themselves.
         reads: attributes that its forward reads in Python.
+        moved: names of the buffers that it changes, here or in an earlier capture of the module.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Exporter:
         self.outputs: tuple[str, ...] = ()
         self.rewrites: Sequence[Rewrite] = rewrites
         self.refusals: Sequence[str] = ()
+        self.moved: set[str] = set()
         self._wrapped = ReturnsLoss(module, layout.rebuild)
         self._names = _first_names(module)
         self._tensors: dict[PlaceholderSource, torch.Tensor] = {
@@ -194,8 +196,8 @@ class Exporter:
             program = lowered()
             if changed := {source.name for _, source in program.writes_to(BATCH_LEAF)}:
                 program = lowered(copied=changed)
-            moved = {source.name for _, source in program.writes_to(BUFFER)}
-            if both := sorted(moved & self.reads.buffers.keys()):
+            self.moved |= {source.name for _, source in program.writes_to(BUFFER)}
+            if both := sorted(self.moved & self.reads.buffers.keys()):
                 raise CaptureError(
                     f"{type(self.module).__name__} cannot be captured: by the value of {both[0]} "
                     "the forward goes one way or another, and it changes that buffer, so a later "

@@ -344,7 +344,10 @@ def library_rules() -> contextlib.AbstractContextManager[None]:
     rules: list[tuple[Any, str, Any]] = [(owner, k, make(owner)) for owner, k, make in loaded]
     rules += [(owner, "masked_select", _masked_select) for owner in (torch, torch.Tensor)]
     # transformers' own, which leaves no trace of a region that is disabled where none is around it.
-    asking = (module for module in [*sys.modules.values()] if "maybe_autocast" in vars(module))
-    rules += [(module, "maybe_autocast", torch.autocast) for module in asking]
+    name = "maybe_autocast"
+    if theirs := getattr(sys.modules.get("transformers.utils.generic"), name, None):
+        modules = [*sys.modules.values()]  # some are None: those whose import is blocked
+        asking = [m for m in modules if getattr(m, "__dict__", {}).get(name) is theirs]
+        rules += [(module, name, torch.autocast) for module in asking]
     rules.append((torch.autocast, "__init__", _on_real_device(torch.autocast.__init__)))
     return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])

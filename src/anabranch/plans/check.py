@@ -58,7 +58,8 @@ def check(
         *_convexity(graph, cost, masks),
         *_edges(graph, cost, masks),
         *devices,
-        *_samples(graph, cost),
+        *unfit_sizes(graph),
+        *(problem for s in range(len(graph)) for problem in _unpriced(graph, cost, s)),
         *sliced_batches(graph, cost.graph),
         *_memory(graph, cost, versions or [1] * len(graph), shared=shared),
     ]
@@ -193,10 +194,6 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
     if unused and not idle:
         problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
     return problems
-
-
-def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
-    return [*unfit_sizes(graph), *(p for s in range(len(graph)) for p in _unpriced(graph, cost, s))]
 
 
 def too_many_microbatches(graph: StageGraph) -> list[str]:

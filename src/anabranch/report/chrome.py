@@ -45,7 +45,11 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
         placed += here
     events += [_slice(span, thread, graph) for span, thread in placed]
     events += _flows(timeline, dict(placed))
-    events += _memory(timeline)
+    events += [
+        {"ph": "C", "pid": device, "name": "memory", "ts": t * 1e6, "args": {"bytes": nbytes}}
+        for device, samples in sorted(timeline.memory.items())
+        for t, nbytes in samples
+    ]
     about = {"source": timeline.source, "step_s": timeline.step_s, "bubble": timeline.bubble}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -131,11 +135,3 @@ def _flows(timeline: Timeline, threads: Mapping[Span, int]) -> list[Event]:
         end = {"ph": "f", "bp": "e", "pid": received.device, "tid": threads[received]}
         events += [common | start, common | end | {"ts": arrival * 1e6}]
     return events
-
-
-def _memory(timeline: Timeline) -> list[Event]:
-    return [
-        {"ph": "C", "pid": device, "name": "memory", "ts": t * 1e6, "args": {"bytes": nbytes}}
-        for device, samples in sorted(timeline.memory.items())
-        for t, nbytes in samples
-    ]

@@ -169,7 +169,7 @@ class ModelState:
             del self._captured.slices[name]  # it would keep the memory of the whole
         for name, parameter in self._module.named_parameters():
             if name not in self.parameters and not self._is_unheld(name) and not parameter.is_meta:
-                nothing = torch.tensor(float("nan") if _has_nan(parameter) else 0)
+                nothing = torch.tensor(float("nan") if _may_be_nan(parameter) else 0)
                 nothing = nothing.to(dtype=parameter.dtype, device=self._homes[name])
                 parameter.data = nothing.expand(parameter.shape)
                 parameter.grad = None
@@ -384,7 +384,7 @@ def _refuse_forgotten(module: nn.Module) -> None:
             )
 
 
-def _has_nan(tensor: Tensor) -> bool:
+def _may_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -392,6 +392,6 @@ def _is_forgotten(parameter: nn.Parameter) -> bool:
     """True for a tensor that ``ModelState.forget_others`` has left: one number for all elements."""
     if not parameter.numel() or any(parameter.stride()) or parameter.is_meta:
         return False
-    if not _has_nan(parameter):
+    if not _may_be_nan(parameter):
         return parameter.numel() > 1
     return bool(torch.isnan(parameter.detach().flatten()[0]))

@@ -185,11 +185,19 @@ class Session:
                 "a buffer (register_buffer) and change that in place (fill_), or pass it in the "
                 "batch, as a tensor with an entry per sample"
             )
+        self._require_same_branches(self.workers)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
         self.begin_batch(batch)
         return leaves
+
+    def _require_same_branches(self, workers: WorkerCache) -> None:
+        if changed := workers.captured.programs.exporter.reads.changed_buffers():
+            raise TrainingError(
+                f"{', '.join(changed[:3])} has changed since the model was captured, and by its "
+                "value the forward goes one way or another; set it where the module is made"
+            )
 
     def begin_batch(self, batch: Batch) -> None:
         """Let others know which batch is the next here."""
@@ -225,6 +233,7 @@ class Session:
                 self.state.require_values()
                 self.state.share_buffers()
                 workers = self.workers.in_evaluation
+                self._require_same_branches(workers)
                 names = workers.captured.metrics
                 sums = torch.zeros(1 + len(names), dtype=torch.float64)
             # Whoever lacks held-out data may go on.
