@@ -90,6 +90,8 @@ class _TimedReceipt:
             # The sender notes the time before it sends, so whoever has the bytes can look it up.
             self.inner.wait()
             self.clock.meet(self.arrival())
-            tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.specs]
+            tensors = [
+                torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.specs
+            ]
         self.clock.resume()
         return tensors

@@ -86,12 +86,13 @@ def on_one_device(module: nn.Module, device: torch.device) -> AbstractContextMan
 
 
 def with_layouts(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, parameters that are one number without memory, as those of other ranks' stages, lie
-    in memory as usual: some views need that. Nothing reads or writes it, so none is taken.
+    """Inside, parameters that are one number without memory, as those of other ranks' stages, and
+    that may be viewed as complex numbers (pairs in the last dimension) lie in memory as usual: that
+    view needs it. Nothing reads or writes them.
     """
-    one = (p for p in module.parameters() if p.numel() > 1 and not any(p.stride()))
+    pairs = (p for p in module.parameters() if p.shape[-1:] == (2,) and not any(p.stride()))
     return with_attributes(
-        (p, "data", torch.empty_like(p, memory_format=torch.contiguous_format).data) for p in one
+        (p, "data", torch.empty_like(p, memory_format=torch.contiguous_format).data) for p in pairs
     )
 
 
