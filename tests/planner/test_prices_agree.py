@@ -187,7 +187,7 @@ def test_tables_are_summed_by_their_rows():
     dense = case.cost()
     sparse = replace(dense, sparse_embeddings=True, batch_size=case.size * COUNT)
     for cost, nbytes in ((dense, 1000), (sparse, 600)):
-        per_byte, latency_s = cost.all_reduce_price(range(2), 2)
+        per_byte, latency_s = cost.all_reduce_price(range(2))
         ring_s = nbytes * per_byte + latency_s
         ((_, period_s, _), *_), (load_s, _) = listed(case, cost), piper(case, cost)
         assert period_s == load_s == ring_s / COUNT

@@ -1,8 +1,8 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
-Letters and records are those of ``stage_records``. Of cards a stage takes those of all its nodes at
-once. It goes on with the message of its first replica; how much later the last one has its own is
-added to the step once.
+Letters and records are those of ``stage_records``. Of cards that devices share a stage takes those
+of all its devices at once. It goes on with the message of its first replica; how much later the
+last one has its own is added to the step once.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _occupy(
 ) -> None:
     """A message takes the ports at an end of its edge from a start on."""
     s = edge.ends[end]
-    for i in range(1 + edge.far * state.stages[s].nodes):
+    for i in range(1 + edge.far * state.stages[s].cards):
         port_s = edge.port_s[end, 1 if i else 0]
         state.ports[int(end != way), state.ports_of[s, i]] = start + nbytes * port_s
 
