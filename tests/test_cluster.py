@@ -44,14 +44,6 @@ def test_link_is_the_slowest_on_the_way(a: int, b: int, expected: Link) -> None:
     assert RACKS.link(a, b) == RACKS.link(b, a) == expected
 
 
-def test_slowest_link_of_a_set() -> None:
-    """A set is as slow as its two most distant members, in whatever order they are given."""
-    assert RACKS.slowest_link([2, 0, 3]).level == 0
-    assert RACKS.slowest_link([5, 0, 3]).level == 1
-    assert RACKS.slowest_link([23, 1]).level == 2
-    assert RACKS.slowest_link([7]).level == 0
-
-
 def ports(cluster: Cluster, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
     """What a transfer occupies, in words; every number is one of the cluster's."""
     numbers = cluster.ports(a, b)

@@ -223,11 +223,6 @@ class Cluster:
         latencies = accumulate((level.latency_s for level in self.levels), max)
         return tuple(map(Link, bandwidths, latencies, count()))
 
-    def slowest_link(self, devices: Iterable[int]) -> Link:
-        """The slowest link among a set of devices."""
-        chosen = sorted(devices)
-        return self.link(chosen[0], chosen[-1])
-
     def ring(self, devices: Sequence[int]) -> Link:
         """The slowest link of a ring over ascending devices, as NCCL lays several at once: through
         all cards that these devices have, as many as in the group that has fewest.

@@ -45,10 +45,8 @@ def tiers(cluster: Cluster) -> tuple[Level, ...]:
 
 def flat(cluster: Cluster) -> tuple[Level, ...]:
     """Return a single level of all devices on the slowest link."""
-    link = cluster.slowest_link((0, cluster.num_devices - 1))
-    return (
-        replace(cluster.levels[link.level], size=cluster.num_devices, bandwidth=link.bandwidth),
-    )
+    count, link = cluster.num_devices, cluster.link(0, cluster.num_devices - 1)
+    return (replace(cluster.levels[link.level], size=count, bandwidth=link.bandwidth),)
 
 
 @dataclass(frozen=True)
