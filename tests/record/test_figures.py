@@ -15,9 +15,10 @@ from anabranch.cli.output import answering
 from anabranch.cli.run_results import keeping, say_run
 from anabranch.errors import TrainingError
 from anabranch.plans.plan import memory_text, time_text
-from anabranch.record import Run, StepPart, load_run, save_run
+from anabranch.record import Evaluation, Run, StepPart, load_run, save_run
 from anabranch.record.figures import tables, told
 from anabranch.timeline import Timeline
+from anabranch.training import EvaluationEvent, PlanEvent, StepEvent
 from tests.record.test_folder import PLAN, RUN, SPANS
 
 TIMES = tuple(replace(span, start=span.start / 8, end=span.end / 8) for span in SPANS)
@@ -188,3 +189,25 @@ def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
     with pytest.raises(TrainingError):
         evaluate()
     assert capsys.readouterr().err == "kept has this failure\n"
+
+
+def test_a_run_that_fails_is_one_of_the_plan_that_it_had_changed_to(tmp_path: Path) -> None:
+    """With the evaluations that were made, and the steps."""
+    other, kept = replace(PLAN, planner="other"), list[Run]()
+
+    def train() -> None:
+        with keeping(lambda run: (kept.append(run) or run, Path("kept")), None) as so_far:
+            so_far.begin(replace(RUN, losses=()))
+            for step in (1, 2):
+                so_far(StepEvent(step, step, None, 0, 1.0 / step, {}, 0.1, 4))
+            so_far(EvaluationEvent(2, {"loss": 0.5, "precision": math.nan}, 0.1))
+            so_far(PlanEvent(2, "it is better", None, other))
+            raise TrainingError("no more")
+
+    with pytest.raises(TrainingError):
+        train()
+    (run,) = kept
+    assert run.plan == other
+    assert run.plan_changes == ("step 2: it is better",)
+    assert run.evaluations == (Evaluation(2, {"loss": 0.5, "precision": None}),)
+    assert (run.losses, run.failure) == ((1.0, 0.5), "no more")

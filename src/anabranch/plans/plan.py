@@ -146,8 +146,8 @@ _SPARSE = (
 
 def _within_text(factor: float, graph: StageGraph) -> str:
     """Return a step over its bound, with the plans that the bound is for."""
-    those = "" if graph.shares_devices else " with one stage on each device"
-    return f"within {factor:.2f}x of the best possible{those}"
+    those = "" if graph.shares_devices else ", with one stage on each"
+    return f"within {factor:.2f}x of the best possible on these devices{those}"
 
 
 LONGER_IN_A_ROW = (

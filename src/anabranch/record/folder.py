@@ -229,6 +229,11 @@ class _PartEntry(Strict):
     remark: str = ""
 
 
+class _EvaluationEntry(Strict):
+    step: _Count
+    metrics: dict[str, float | None]
+
+
 class _RunFile(Strict):
     schema_: Literal["anabranch.run/1"] = Field(alias="schema")
     losses: list[float]
@@ -257,6 +262,7 @@ class _RunFile(Strict):
     resumed: str = ""
     first_step: _Count = 0
     samples: list[_Count] = Field(default_factory=list)
+    evaluations: list[_EvaluationEntry] = Field(default_factory=list)
 
 
 def _to_timeline(file: _TimelineEntry) -> Timeline:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from anabranch.plans.plan import Plan
+
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
@@ -93,12 +95,19 @@ class PlanEvent:
     Attributes:
         why: as text.
         predicted_s: seconds of its step, None if they are not known.
+        plan: the plan.
     """
 
     name: ClassVar[str] = "plan"
     step: int
     why: str
     predicted_s: float | None
+    plan: Plan
+
+    @property
+    def text(self) -> str:
+        """Step and reason."""
+        return f"step {self.step}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
