@@ -13,7 +13,7 @@ import pytest
 
 from anabranch.cli.output import answering
 from anabranch.cli.run_results import keeping, say_run
-from anabranch.errors import TrainingError
+from anabranch.errors import FileFormatError, TrainingError
 from anabranch.plans.plan import memory_text, time_text
 from anabranch.record import Evaluation, Run, StepPart, load_run, save_run
 from anabranch.record.figures import tables, told
@@ -189,6 +189,23 @@ def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
     with pytest.raises(TrainingError):
         evaluate()
     assert capsys.readouterr().err == "kept has this failure\n"
+
+
+def test_a_record_that_cannot_be_kept_does_not_hide_the_failure(capsys):
+    """As on a full disk, where a checkpoint cannot be written either."""
+
+    def full(run: Run) -> tuple[Run, Path]:
+        raise FileFormatError("run.json cannot be written")
+
+    def train() -> None:
+        with keeping(full, None) as so_far:
+            so_far.begin(RUN)
+            so_far(RUN)
+            raise TrainingError("no more")
+
+    with pytest.raises(TrainingError, match="no more"):
+        train()
+    assert "is not complete: run.json cannot be written" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_one_of_the_plan_that_it_had_changed_to(tmp_path: Path) -> None:

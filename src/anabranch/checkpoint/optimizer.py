@@ -119,8 +119,8 @@ def _options(
     """The saved options of a parameter group in the types of the optimizer that resumes.
 
     Raises:
-        FileFormatError: for an option that an optimizer of torch lacks, or whose value is of another
-            kind. Other optimizers may add some when they step.
+        FileFormatError: for an option that an optimizer of torch lacks (others may add some when
+            they step), or whose value is of another kind.
     """
     unknown = sorted(saved.keys() - group.keys() - _OF_SCHEDULERS)
     if unknown and type(optimizer).__module__.startswith("torch."):

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows, say
 from anabranch.cli.training_settings import TrainingSettings
-from anabranch.errors import FileFormatError
+from anabranch.errors import AnabranchError, FileFormatError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -110,7 +110,10 @@ def keeping(keep: Callable[[Run], tuple[Run, Path]], save: Path | None) -> Itera
             yield so_far
         except BaseException as error:
             if (run := so_far.failed(str(error) or "ended by Ctrl-C")) is not None:
-                note(_kept(run, keep(run)[1], save))
+                try:
+                    note(_kept(run, keep(run)[1], save))
+                except AnabranchError as unkept:
+                    note(f"the record of this run is not complete: {unkept}")
             raise
 
 
