@@ -218,7 +218,8 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise FileFormatError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise FileFormatError(f"{str(path)!r} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise FileFormatError(f"{str(path)!r} cannot be read: {why}") from None
     if len(data) > LIMITS.file_bytes:
         raise FileFormatError(
             f"{path} has more than {LIMITS.file_bytes} bytes, too many to be one of ours"
