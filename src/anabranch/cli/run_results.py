@@ -83,7 +83,7 @@ class RunSoFar:
             run = replace(
                 self._begun,
                 plan=changes[-1].plan if changes else self._begun.plan,
-                plan_changes=tuple(event.text for event in changes),
+                plan_changes=tuple(f"step {event.step}: {event.why}" for event in changes),
                 losses=tuple(event.loss for event in steps),
                 # Without a flush the first ones have no seconds.
                 step_s=tuple(event.seconds for event in steps if event.seconds),

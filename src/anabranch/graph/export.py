@@ -364,10 +364,13 @@ def _explained(
         )
     elif "DataDependent" in kind or "data-dependent" in text:
         option = _layer_dropout(module)
+        counts = any(getattr(part, "momentum", 0) is None for part in module.modules())
         why = (
             f"{where} needs the value of a tensor in Python, as a branch or a number that depends "
             "on the data does, so the operations differ from batch to batch; "
             + f"{option} leaves out layers at random: set it to 0, or " * bool(option)
+            + "a norm with momentum=None divides by its count of batches: give it a number, or "
+            * counts
             + "take parts by masks (y[group == i] = layer(x[group == i])), not by tolist(), or "
             * (".tolist()" in where)
             + "use torch.where or torch.cond, or decide before the forward and pass the decision "

@@ -320,26 +320,6 @@ def _causal_if_known(transformer: Any) -> Callable[..., bool]:
     return detected
 
 
-def _with_cumulative_means(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Forward of batch normalisation with ``momentum=None``, whose running means are those of all
-    batches so far: each weighs 1 over a count, which is a number of Python in torch's code.
-    """
-
-    def normalised(self: Any, values: torch.Tensor) -> torch.Tensor:
-        if self.momentum is not None or not (self.training and self.track_running_stats):
-            return forward(self, values)
-        self._check_input_dim(values)
-        count = self.num_batches_tracked.add_(1)
-        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        settings = self.weight, self.bias, True, 1.0, self.eps
-        result = nn.functional.batch_norm(values, mean, var, *settings)
-        self.running_mean.lerp_(mean, 1 / count)
-        self.running_var.lerp_(var, 1 / count)
-        return result
-
-    return normalised
-
-
 _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Gemma3: masks that let the tokens of one image see each other.
     ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
@@ -370,6 +350,4 @@ def library_rules() -> contextlib.AbstractContextManager[None]:
         asking = [m for m in modules if getattr(m, "__dict__", {}).get(name) is theirs]
         rules += [(module, name, torch.autocast) for module in asking]
     rules.append((torch.autocast, "__init__", _on_real_device(torch.autocast.__init__)))
-    norm = nn.modules.batchnorm._BatchNorm
-    rules.append((norm, "forward", _with_cumulative_means(norm.forward)))
     return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])

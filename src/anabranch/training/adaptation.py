@@ -132,11 +132,10 @@ class Adaptation:
             return
         self._change_s = time.perf_counter() - began
         predicted_s = None if plan.predicted is None else plan.predicted.step_s
-        event = PlanEvent(step, why, predicted_s, plan)
-        self.changes.append(event.text)
+        self.changes.append(f"step {step}: {why}")
         loop.begin_anew()
         self.slow = ()
-        loop.reporter.tell(event)
+        loop.reporter.tell(PlanEvent(step, why, predicted_s, plan))
         loop.alone(1 + RECORDED_STEPS)
 
     def _decide(self, replanner: Replanner, measured: Measured) -> tuple[Plan | None, str]:

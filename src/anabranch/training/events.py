@@ -104,11 +104,6 @@ class PlanEvent:
     predicted_s: float | None
     plan: Plan
 
-    @property
-    def text(self) -> str:
-        """Step and reason."""
-        return f"step {self.step}: {self.why}"
-
 
 @dataclass(frozen=True, slots=True)
 class EndEvent:
