@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
-from anabranch.checkpoint.export import WEIGHTS, export
+from anabranch.checkpoint.export import WEIGHTS, export, written_whole
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
@@ -126,6 +127,22 @@ def test_a_part_of_a_module(tmp_path: Path):
         export(tmp_path / "run", tmp_path / "left")
     with pytest.raises(FileFormatError, match="no such folder"):
         export(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(FileFormatError, match="is no checkpoint, which is a folder: it is a file"):
+        export(made.path / "model.safetensors", tmp_path / "out")
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path):
+    """Neither a file nor a folder, as on a full disk."""
+
+    def fill(write: Callable[[Path], None]) -> None:
+        with written_whole(tmp_path / "out", OSError) as partial:
+            write(partial)
+            raise OSError("full")
+
+    for write in (Path.touch, Path.mkdir):
+        with pytest.raises(TrainingError, match="out cannot be written: full"):
+            fill(write)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["Bert", "CLIP"])

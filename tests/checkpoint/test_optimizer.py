@@ -111,18 +111,26 @@ def test_values_of_another_kind_are_refused(
 
 
 def test_an_optimizer_of_ones_own_need_not_be_made_again(tmp_path: Path):
-    """Its constructor may take what no checkpoint has; its options are compared by type alone."""
+    """Its constructor may take what no checkpoint has; its options are compared by type alone, and
+    what it adds to them when it steps comes back.
+    """
 
     class Own(torch.optim.SGD):
         def __init__(self, parameters: Any, secret: object) -> None:
             super().__init__(parameters, lr=0.5 if secret else 0.25)
 
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["steps"] = 1 + self.param_groups[0].get("steps", 0)
+            super().step(closure)
+
     first, second = Trained(), Trained()
     for each in (first, second):
         each.optimizer = Own([each.weight], secret=each is first)
         each.scheduler = rates.MultiStepLR(each.optimizer, (2, 4))
+    first.step(1)
     second.load(first.save(tmp_path / "c"))
     assert second.rate == 0.5
+    assert second.optimizer.param_groups[0]["steps"] == 1
 
 
 def test_a_field_that_is_missing_is_refused(tmp_path: Path):

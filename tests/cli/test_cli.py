@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 
 import pytest
 
+from anabranch.cli.output import _columns
 from tests.cli.examples import TOWERS
 
 
@@ -114,6 +117,28 @@ def test_an_interrupt_is_a_document_too(run, monkeypatch):
     monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", interrupt)
     code, out, _ = run("verify", TOWERS, "--json")
     assert (code, json.loads(out)["error"]) == (130, "Interrupted")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_a_full_disk_below_the_output_is_one_paragraph(run, monkeypatch, options):
+    """As behind ``models > file``; a file that is written says its name."""
+
+    def full(_: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys.stdout, "write", full)
+    code, out, err = run("models", *options)
+    assert (code, out) == (1, "")
+    assert err == (
+        "OSError: the output cannot be read or written: No space left on device; make room\n"
+    )
+
+
+@pytest.mark.parametrize("width", ["x", "40"])
+def test_a_width_that_is_no_number_is_no_width(width, monkeypatch):
+    """``COLUMNS`` may be anything."""
+    monkeypatch.setenv("COLUMNS", width)
+    assert _columns(otherwise=160) == (160 if width == "x" else 40)
 
 
 def test_help_cuts_nothing_to_fit_a_terminal(call, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 
 from anabranch.cli.progress import TrainingProgress, progress_bar
 from anabranch.training import EvaluationEvent, LookEvent, PlanEvent, StepEvent
+from tests.record.test_folder import PLAN
 
 
 def shown(capsys, seconds: list[float], *, is_async: bool) -> str:
@@ -76,7 +77,7 @@ def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
     progress(LookEvent(1, ("device 1 takes twice as long", "link 0-1 as well")))
     progress(StepEvent(3, 3, 3, 0, 1.0, {}, 1.0, 8))
     assert capsys.readouterr().err.endswith("; device 1 takes twice as long\n")
-    progress(PlanEvent(3, "a better plan", 0.25))
+    progress(PlanEvent(3, "a better plan", 0.25, PLAN))
     progress(StepEvent(3, 3, 3, 0, 1.0, {}, 0.5, 8))
     assert capsys.readouterr().err.endswith("step 500.00 ms (predicted 250.00)\n")
 

@@ -53,6 +53,16 @@ def call(*arguments: str) -> str:
     return CliRunner().invoke(app, arguments).output
 
 
+def test_help_says_why_it_is_empty():
+    """Python leaves out docstrings under -OO."""
+
+    @spread
+    def verb() -> None:
+        pass
+
+    assert verb.__doc__ == "Help texts are left out by python -OO; python -O has them."
+
+
 def test_every_field_is_an_option():
     """Named and typed as in the settings, which the verb gets whole."""
     said = call("fence", "--color", "blue", "--layers", "thin", "--layers", "thick", "--dry")

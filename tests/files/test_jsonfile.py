@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_cluster, load_plan, load_profile, save_cluster, save_profile
-from anabranch.files.jsonfile import read_regular
+from anabranch.files.jsonfile import read_regular, write_text
 from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.profile.profile import OpCost, Profile
 from tests.files.documents import CLUSTER, KINDS, PLAN, PROFILE, edited, refusal, same_folder
@@ -114,6 +114,8 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(FileFormatError, match=r"c\.json cannot be written: No space left"):
         save_cluster(Cluster.preset("summit:2x4"), path)
     assert path.read_bytes() == before
+    with pytest.raises(FileFormatError, match=r"page\.html cannot be written: No space left"):
+        write_text(tmp_path / "page.html", "<html>")
     assert list(tmp_path.iterdir()) == [path]
 
 

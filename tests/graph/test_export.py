@@ -425,6 +425,31 @@ def test_data_dependent_branch_names_line_cause_and_remedy(
     assert capfd.readouterr() == ("", "")
 
 
+def test_parts_of_counted_sizes_name_another_way() -> None:
+    """Masks, which are captured."""
+
+    def body(_: Net, h: torch.Tensor) -> torch.Tensor:
+        return torch.cat(h.split((h[:, 0] > 0).long().bincount(minlength=2).tolist()))
+
+    def masked(net: Net, h: torch.Tensor) -> torch.Tensor:
+        y, group = torch.zeros_like(h), (h[:, 0] > 0).long()
+        for i in range(2):
+            y[group == i] = (i + 1) * h[group == i]
+        return y
+
+    with pytest.raises(CaptureError, match=r"take parts by masks \(y\[group == i\] = layer"):
+        capture(Net(body), batch())
+    capture(Net(masked), batch())
+
+
+def test_a_submodule_with_the_name_of_a_method_is_named() -> None:
+    """Its call is one of the method, in plain torch too."""
+    module = Net(lambda net, h: net.first(h))
+    module.first.parameters = torch.nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match=r"submodule first.parameters has the name of a method"):
+        capture(module, batch())
+
+
 def test_layers_that_are_left_out_at_random_are_told_with_their_option() -> None:
     """Which the line that chooses may not name."""
 

@@ -83,6 +83,22 @@ def test_a_check_that_only_raises_is_left_out_and_told(check: Callable[[Tensor],
     assert not torch.tensor(False)
 
 
+def likely(x: Tensor) -> Tensor:
+    return nn.functional.gaussian_nll_loss(x, x.detach() + 1, x.exp())
+
+
+def test_a_check_of_torch_that_only_raises_is_left_out_too() -> None:
+    """That no variance is negative."""
+    with pytest.warns(CaptureWarning, match=r"functional.py:\d+ \(elif torch.any\(var < 0\)"):
+        capture(Checked(lambda x: likely(x) + x), torch.randn(4, 3))
+
+
+def test_running_means_of_all_batches_are_refused_by_their_option() -> None:
+    """``momentum=None`` weighs each batch by their number, which torch has as one of Python."""
+    with pytest.raises(CaptureError, match="a norm with momentum=None divides by its count"):
+        capture(Checked(nn.BatchNorm1d(3, momentum=None)), torch.randn(4, 3))
+
+
 def test_a_choice_is_refused() -> None:
     """Its two ways have other operations."""
     with pytest.raises(CaptureError, match=r"if x.sum\(\) > 0"):

@@ -28,6 +28,7 @@ def test_ranges_can_be_read_back(numbers):
     ("period_s", "end"),
     [
         (0.5, "peak 1.0 MiB"),
+        (0.502, "peak 1.0 MiB"),
         (
             0.4,
             "; 400.00 ms per step when many follow one another, as devices begin the next before "

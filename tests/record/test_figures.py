@@ -13,11 +13,12 @@ import pytest
 
 from anabranch.cli.output import answering
 from anabranch.cli.run_results import keeping, say_run
-from anabranch.errors import TrainingError
+from anabranch.errors import FileFormatError, TrainingError
 from anabranch.plans.plan import memory_text, time_text
-from anabranch.record import Run, StepPart, load_run, save_run
+from anabranch.record import Evaluation, Run, StepPart, load_run, save_run
 from anabranch.record.figures import tables, told
 from anabranch.timeline import Timeline
+from anabranch.training import EvaluationEvent, PlanEvent, StepEvent
 from tests.record.test_folder import PLAN, RUN, SPANS
 
 TIMES = tuple(replace(span, start=span.start / 8, end=span.end / 8) for span in SPANS)
@@ -96,14 +97,14 @@ def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsy
     assert taken.startswith(f"{document['others_share']:.0%}")
 
 
-@pytest.mark.parametrize("period_s", [0.25, 0.75])
+@pytest.mark.parametrize("period_s", [0.25, 0.502, 0.75])
 def test_why_steps_in_a_row_take_longer_is_told(period_s: float) -> None:
     """Where that is predicted: one takes 0.5 s alone."""
     plan = replace(PLAN, predicted=replace(PLAN.figures, period_s=period_s))
     figures = {figure.name: figure.more for figure in told(replace(STEPS, plan=plan).figures())}
     said = figures["steps in a row"]
     assert said.startswith(f"predicted {time_text(period_s)} each")
-    assert ("longer than one alone" in said) == (period_s > 0.5)
+    assert ("longer than one alone" in said) == (period_s > 0.51)
 
 
 def test_the_picture_shows_the_steps_that_are_told(tmp_path: Path) -> None:
@@ -188,3 +189,42 @@ def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
     with pytest.raises(TrainingError):
         evaluate()
     assert capsys.readouterr().err == "kept has this failure\n"
+
+
+def test_a_record_that_cannot_be_kept_does_not_hide_the_failure(capsys):
+    """As on a full disk, where a checkpoint cannot be written either."""
+
+    def full(run: Run) -> tuple[Run, Path]:
+        raise FileFormatError("run.json cannot be written")
+
+    def train() -> None:
+        with keeping(full, None) as so_far:
+            so_far.begin(RUN)
+            so_far(RUN)
+            raise TrainingError("no more")
+
+    with pytest.raises(TrainingError, match="no more"):
+        train()
+    assert "is not complete: run.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_one_of_the_plan_that_it_had_changed_to(tmp_path: Path) -> None:
+    """With the evaluations that were made, and the steps."""
+    other, kept = replace(PLAN, planner="other"), list[Run]()
+
+    def train() -> None:
+        with keeping(lambda run: (kept.append(run) or run, Path("kept")), None) as so_far:
+            so_far.begin(replace(RUN, losses=()))
+            for step in (1, 2):
+                so_far(StepEvent(step, step, None, 0, 1.0 / step, {}, 0.1, 4))
+            so_far(EvaluationEvent(2, {"loss": 0.5, "precision": math.nan}, 0.1))
+            so_far(PlanEvent(2, "it is better", None, other))
+            raise TrainingError("no more")
+
+    with pytest.raises(TrainingError):
+        train()
+    (run,) = kept
+    assert run.plan == other
+    assert run.plan_changes == ("step 2: it is better",)
+    assert run.evaluations == (Evaluation(2, {"loss": 0.5, "precision": None}),)
+    assert (run.losses, run.failure) == ((1.0, 0.5), "no more")

@@ -11,7 +11,7 @@ import pytest
 from anabranch.errors import FileFormatError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.record import Origin, Run, StepPart, load_run, new_folder, save_run
+from anabranch.record import Evaluation, Origin, Run, StepPart, load_run, new_folder, save_run
 from anabranch.record.folder import write_report
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
@@ -40,6 +40,7 @@ RUN = Run(
     chance={"accuracy": 0.5},
     device_peak_bytes=(7, 9),
     origin=Origin("anabranch train m", "2026-11-22T12:00:00+00:00", "host", {"torch": "2.11"}),
+    evaluations=(Evaluation(2, {"loss": 0.6, "accuracy": None}),),
     parts=(StepPart("work", 0.3, "evenly"), StepPart("warm-up", 0.2)),
     timelines=(("measured", Timeline(SPANS, (0,), "measured", 4.5, {0: ((0.0, 3), (1.0, 7))})),),
 )

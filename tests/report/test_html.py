@@ -298,5 +298,5 @@ def test_the_bound_and_fewer_devices_are_told():
         shown.predicted, step_s=2.0, bound_s=1.0, enough_devices=1, enough_step_s=2.04
     )
     items = "".join(read(page(replace(shown, predicted=figures), [])).texts["li"])
-    assert "within 2.00x of the best possible" in items
+    assert "within 2.00x of the best possible on these devices" in items
     assert "1 device is enough for 98% of this speed" in items

@@ -192,10 +192,10 @@ def test_sizes_outside_the_profile_are_left_out(propose):
 
 
 def test_proportional_profiles_are_noted(propose):
-    """Every figure rests on it."""
+    """Every figure rests on it; it is said once, where the costs come from."""
     cost, graph = two_stages(4)
     propose(graph)
-    assert found(cost, 4).notes == ("times are taken as proportional to samples",)
+    assert found(cost, 4).notes == ()
     assert "proportional" in found(cost, 4).profile
 
 

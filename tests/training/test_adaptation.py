@@ -20,6 +20,7 @@ from anabranch.training import Event, LookEvent, Looks, PlanEvent, train
 from anabranch.training.adaptation import Adaptation
 from tests.runtime.small import built, on_devices, plan, train_alone, with_options, with_programs
 from tests.runtime.training import sgd
+from tests.solve.test_stragglers import EXPECTED, timeline
 from tests.training.running import SIZES, data, runs, steps_of
 
 
@@ -161,6 +162,17 @@ def test_looks_come_after_an_update() -> None:
     assert [looks.steps_until(done, 3) for done in (5, 12, 18)] == [4, 6, 6]
     assert looks.steps_until(5, 1) == 4
     assert Looks(every=None).steps_until(5, 3) is None
+
+
+def test_where_ranks_share_cores_nobody_is_called_slow() -> None:
+    """Device 1 waits for a core there; with a core for each it is the slow one."""
+    slow = timeline(0.040, 0.082, 0.042)
+    for cluster, names in (("summit:1x3", ("device 1",)), ("local:64", ())):
+        run = adaptation(plan(built("Chain"), 2), 1, 2)
+        run._loop.recorded = [slow]
+        replanner = SimpleNamespace(cluster=Cluster.preset(cluster), expected=lambda _: EXPECTED)
+        run._compare(replanner)
+        assert tuple(text.split(" takes")[0] for text in run.slow) == names
 
 
 def decided(adaptation: Adaptation, replanner: Fixed, step_s: float) -> tuple[Plan | None, str]:

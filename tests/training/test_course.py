@@ -34,6 +34,8 @@ def events_of(
     options |= {"policy": "stash"} if is_async else {}
     (run, told), *others = runs(model, chosen, workload, steps=steps, **options)
     assert all(seen == [] for _, seen in others)
+    evaluated = [(event.step, event.metrics) for event in told if event.name == "evaluation"]
+    assert [(each.step, each.metrics) for each in run.evaluations] == evaluated
     return run.losses, told
 
 

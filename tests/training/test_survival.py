@@ -308,7 +308,7 @@ def test_gradients_are_compared_although_a_rank_dies_at_first(case: Case, step: 
 def test_evaluations_and_the_end_are_told_once(tmp_path: Path):
     """A rank dies when the evaluation of step 4 was told, and no later step, and at the end."""
     case = Case(tmp_path, evaluate_every=4)
-    case.undisturbed()
+    evaluations = case.undisturbed().evaluations
     expected = case.told()
     (tmp_path / "told").unlink()
     case.kills, rank = ((1, 4),), case.rank
@@ -320,7 +320,7 @@ def test_evaluations_and_the_end_are_told_once(tmp_path: Path):
         return result
 
     case.rank = killed  # type: ignore[method-assign]
-    case.go()
+    assert case.go()[0][0].evaluations == evaluations
     assert case.told() == expected
     assert len(case.begun) == 2
 

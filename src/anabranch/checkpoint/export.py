@@ -137,6 +137,11 @@ def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
         partial.rename(path)
     except (OSError, kind) as error:
         raise TrainingError(f"{path} cannot be written: {error}") from error
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
 
 
 def _name_in_peft(name: str, adapter: str) -> str:

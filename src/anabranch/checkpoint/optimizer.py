@@ -119,10 +119,11 @@ def _options(
     """The saved options of a parameter group in the types of the optimizer that resumes.
 
     Raises:
-        FileFormatError: for an option that the optimizer lacks, or whose value is of another kind.
+        FileFormatError: for an option that an optimizer of torch lacks (others may add some when
+            they step), or whose value is of another kind.
     """
     unknown = sorted(saved.keys() - group.keys() - _OF_SCHEDULERS)
-    if unknown:
+    if unknown and type(optimizer).__module__.startswith("torch."):
         raise FileFormatError(
             f"{where}: {type(optimizer).__name__} has no option {unknown[0]} here; resume with the "
             "workload, and the version of torch, that wrote it"

@@ -37,7 +37,8 @@ class Checkpoint(SavedState):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise FileFormatError(f"{self.folder} is no checkpoint: there is no such folder")
+            why = "it is a file" if self.folder.exists() else "there is no such folder"
+            raise FileFormatError(f"{self.folder} is no checkpoint, which is a folder: {why}")
         if not (self.folder / MANIFEST).is_file():
             self.folder = newest(self.folder) or self.folder
         where = self.folder / MANIFEST

@@ -5,11 +5,13 @@ Everything heavy is imported inside the verbs; planning on a saved profile never
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,6 +85,7 @@ class _Verb(TyperCommand):
         try:
             with output.remarks_at_end():
                 super().invoke(ctx)
+                sys.stdout.flush()
         except KeyboardInterrupt:
             _fail("Interrupted", "ended by Ctrl-C", output.INTERRUPTED)
 
@@ -125,10 +128,11 @@ def main() -> None:
         code = output.exit_code(error)
         _fail(type(error).__name__, str(error), code, more)
     except OSError as error:
-        if os.environ.get("ANABRANCH_DEBUG") or error.filename is None:
+        is_full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        if os.environ.get("ANABRANCH_DEBUG") or (error.filename is None and not is_full):
             raise
-        message = f"{error.filename} cannot be read or written: {error.strerror}"
-        more = "; name another file, or make its folder first"
+        message = f"{error.filename or 'the output'} cannot be read or written: {error.strerror}"
+        more = "; make room" if is_full else "; name another file, or make its folder first"
         _fail(type(error).__name__, message, 1, more)
     except AttributeError as error:
         if os.environ.get("ANABRANCH_DEBUG") or not (message := shadowed(error)):
@@ -141,7 +145,7 @@ def main() -> None:
 
 def _fail(kind: str, message: str, code: int, more: str = "") -> NoReturn:
     """End with one paragraph on standard error and, for programs, a document."""
-    with output.answering(as_json=asks_for_json(sys.argv[1:])):
+    with output.answering(as_json=asks_for_json(sys.argv[1:])), suppress(OSError):
         output.print_json({"error": kind, "message": message})
     paragraph = f"{kind}: {message}{more}"
     output.say_error(paragraph)

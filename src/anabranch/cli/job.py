@@ -128,7 +128,8 @@ class Job:
         self.search_options = {**planned, **options}
         profile = self.profile or self.measure(batch_size)
         begin_compiling(planner)  # not beside what is timed
-        announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}")
+        how = f" by planner {planner}" * (planner != "auto")
+        announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}{how}")
         best_plan = usage(
             plan,
             profile,

@@ -73,7 +73,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.text import Text
 
     # Wide tables stay whole in a file or a pipe.
-    room = _columns() if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "160"))
+    room = _columns(otherwise=160)
     console = Console(width=room, highlight=False, quiet=in_json())
     console.print(Text(title, "italic"), no_wrap=True, overflow="ellipsis")
     if _needed(columns, rows) > room:
@@ -113,11 +113,11 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
             _print(f"  {'' if i else name:{beside}s} {line}".rstrip() + "\n")
 
 
-def _columns() -> int:
-    """Characters of a line: the terminal's; without one, those of ``COLUMNS``, or 80."""
+def _columns(otherwise: int = 80) -> int:
+    """Characters of a line: those of ``COLUMNS``, the terminal's, or ``otherwise``."""
     from shutil import get_terminal_size
 
-    return get_terminal_size((80, 24)).columns
+    return get_terminal_size((otherwise, 24)).columns
 
 
 _TORCHS_OWN = "Sparse invariant checks are implicitly disabled"

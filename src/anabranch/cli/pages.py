@@ -27,12 +27,13 @@ def write_page(
     notes: Sequence[str] = (),
 ) -> None:
     """Write the page of a plan, with timelines and the critical paths of steps."""
+    from anabranch.files.jsonfile import write_text
     from anabranch.report.html import page
     from anabranch.simulator.critical_path import critical_path
 
     if plan.mode == "sync":  # without a flush a timeline is no step
         drawn = [one._replace(path=critical_path(one.timeline, one.graph)) for one in drawn]
-    file.write_text(page(plan, drawn, tables=tables, notes=notes), encoding="utf-8")
+    write_text(file, page(plan, drawn, tables=tables, notes=notes))
 
 
 def write_comparison(

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows, say
 from anabranch.cli.training_settings import TrainingSettings
-from anabranch.errors import FileFormatError
+from anabranch.errors import AnabranchError, FileFormatError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -44,7 +44,8 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
 
 
 class RunSoFar:
-    """A run as far as it came, in a file that outlives its ranks: steps, then the run behind them.
+    """A run as far as it came, in a file that outlives its ranks: events, and the run behind its
+    last step.
 
     The first rank calls it with every event and with that run.
     """
@@ -60,35 +61,39 @@ class RunSoFar:
         self._file.truncate()
 
     def __call__(self, made: Event | Run) -> None:
-        """Note a step, or the run."""
-        from anabranch.record import Run
-        from anabranch.training import StepEvent
-
-        noted: object = made
-        if isinstance(made, StepEvent):
-            noted = made.loss, made.seconds, made.samples
-        if isinstance(noted, tuple | Run):
-            with suppress(OSError):  # a checkpoint is still to be written
-                pickle.dump(noted, self._file)
+        """Note an event, or the run."""
+        with suppress(OSError):  # a checkpoint is still to be written
+            pickle.dump(made, self._file)
 
     def failed(self, failure: str) -> Run | None:
         """Return the run with a failure; None if no step was made."""
+        from anabranch.record import Evaluation, Run
+        from anabranch.record.run import finite
+        from anabranch.training import EvaluationEvent, PlanEvent, StepEvent
+
         self._file.seek(0)
         made: list[Any] = []
         with suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
                 made.append(pickle.load(self._file))
-        run: Run | None = self._begun
-        if not made or run is None:
+        steps = [event for event in made if isinstance(event, StepEvent)]
+        changes = [event for event in made if isinstance(event, PlanEvent)]
+        run = next((noted for noted in made if isinstance(noted, Run)), None)
+        if run is None and steps and self._begun is not None:
+            run = replace(
+                self._begun,
+                plan=changes[-1].plan if changes else self._begun.plan,
+                plan_changes=tuple(f"step {event.step}: {event.why}" for event in changes),
+                losses=tuple(event.loss for event in steps),
+                # Without a flush the first ones have no seconds.
+                step_s=tuple(event.seconds for event in steps if event.seconds),
+                samples=tuple(event.samples for event in steps),
+            )
+        if run is None:
             return None
-        if isinstance(made[-1], tuple):
-            losses, seconds, samples = zip(*made, strict=True)
-            # Without a flush the first ones have no seconds.
-            step_s = tuple(filter(None, seconds))
-            run = replace(run, losses=losses, step_s=step_s, samples=samples)
-        else:
-            run = made[-1]
-        return replace(run, failure=failure)
+        evaluated = (event for event in made if isinstance(event, EvaluationEvent))
+        evaluations = tuple(Evaluation(e.step, finite(e.metrics)) for e in evaluated)
+        return replace(run, evaluations=evaluations, failure=failure)
 
 
 @contextmanager
@@ -105,7 +110,10 @@ def keeping(keep: Callable[[Run], tuple[Run, Path]], save: Path | None) -> Itera
             yield so_far
         except BaseException as error:
             if (run := so_far.failed(str(error) or "ended by Ctrl-C")) is not None:
-                note(_kept(run, keep(run)[1], save))
+                try:
+                    note(_kept(run, keep(run)[1], save))
+                except AnabranchError as unkept:
+                    note(f"the record of this run is not complete: {unkept}")
             raise
 
 

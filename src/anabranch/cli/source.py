@@ -130,8 +130,8 @@ class ModelSource:
             )
         if self.is_file:
             raise typer.BadParameter(
-                f"{self.model} is a profile; this needs the model itself, "
-                "by name or package.module:function"
+                f"{self.model} is a file, as profiles are; this needs the model itself, by name or "
+                "package.module:function"
             )
         announce(f"loading and capturing {self.model}")
         from anabranch.files.capture_cache import files_read

@@ -123,9 +123,13 @@ def _with_help(type_: Any, text: str | None) -> Any:
     return Annotated[type_.__origin__ if known else type_, info]
 
 
+_NO_HELP = "Help texts are left out by python -OO; python -O has them."
+"""Help of a verb where Python keeps no docstrings."""
+
+
 @cache  # most settings are of several verbs
 def _documented(thing: Any, section: str) -> tuple[str, dict[str, str]]:
     """The docstring before a section, and the entries of the section by their names."""
-    about, _, rest = (inspect.getdoc(thing) or "").partition(f"\n\n{section}:\n")
+    about, _, rest = (inspect.getdoc(thing) or _NO_HELP).partition(f"\n\n{section}:\n")
     entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", rest.partition("\n\n")[0], re.MULTILINE)
     return about, {name: " ".join(text.split()) for name, text in entries}

@@ -144,8 +144,12 @@ def validate(document: Any, model: type[_Model], where: str, writer: str = "anab
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Write one file, equal bytes for equal documents; raises FileFormatError if that fails."""
-    target = Path(os.path.realpath(path))
-    data = (render(document) + "\n").encode()
+    write_text(path, render(document) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write one file whole or not at all; raises FileFormatError if that fails."""
+    target, data = Path(os.path.realpath(path)), text.encode()
     try:
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):
             # A device such as /dev/stdout must not be replaced by a file; a folder raises here.
@@ -214,7 +218,8 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise FileFormatError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise FileFormatError(f"{str(path)!r} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise FileFormatError(f"{str(path)!r} cannot be read: {why}") from None
     if len(data) > LIMITS.file_bytes:
         raise FileFormatError(
             f"{path} has more than {LIMITS.file_bytes} bytes, too many to be one of ours"

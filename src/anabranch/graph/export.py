@@ -364,11 +364,15 @@ def _explained(
         )
     elif "DataDependent" in kind or "data-dependent" in text:
         option = _layer_dropout(module)
+        counts = any(getattr(part, "momentum", 0) is None for part in module.modules())
         why = (
             f"{where} needs the value of a tensor in Python, as a branch or a number that depends "
             "on the data does, so the operations differ from batch to batch; "
-            + f"{option} leaves out layers at random: set it to 0, or "
-            * bool(option)
+            + f"{option} leaves out layers at random: set it to 0, or " * bool(option)
+            + "a norm with momentum=None divides by its count of batches: give it a number, or "
+            * counts
+            + "take parts by masks (y[group == i] = layer(x[group == i])), not by tolist(), or "
+            * (".tolist()" in where)
             + "use torch.where or torch.cond, or decide before the forward and pass the decision "
             "in the batch; torch._check can promise a size that depends on the data"
         )
@@ -376,6 +380,11 @@ def _explained(
         why = (
             f"{where} computes with numpy, and a captured model has torch operations alone; write "
             "that line with those, or do it where the data is made and pass the result in the batch"
+        )
+    elif submodule := re.match(r"submodule `module\.(.*)`: <bound method", text):
+        why = (
+            f"its submodule {submodule[1]} has the name of a method of torch.nn.Module, which "
+            "Python finds in its place; give it another name"
         )
     elif "DynamicOutputShape" in kind:
         why = (

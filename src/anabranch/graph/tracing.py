@@ -94,10 +94,10 @@ def without_raising_guards(
         return passing
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
-        if isinstance(tensor, FakeTensor) and not is_in_torch(sys._getframe(1)):
-            chosen = _constant_truth(tensor)
+        if isinstance(tensor, FakeTensor):
+            chosen, frame = _constant_truth(tensor), sys._getframe(1)
             if chosen is None:
-                chosen = truth(sys._getframe(1), tensor)
+                chosen = truth(frame, tensor)
             if chosen is not None:
                 return chosen
         return bool(tensor_truth(tensor))

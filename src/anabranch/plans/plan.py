@@ -80,7 +80,7 @@ class Prediction:
         step, sums, period_s = time_text(self.step_s), self.exposed_sums or 0.0, self.period_s
         of_it = f" ({sums:.1%} summing gradients)" if sums >= 0.0005 else ""
         text = f"{what} {step}, {rate} samples/s, bubble {self.bubble:.1%}{of_it}, peak {peak}"
-        if period_s is None or time_text(period_s) == step:
+        if period_s is None or is_as_fast(period_s, self.step_s):
             return text
         is_longer = period_s > self.step_s
         why = LONGER_IN_A_ROW if is_longer else "as devices begin the next before all have ended"
@@ -146,8 +146,8 @@ _SPARSE = (
 
 def _within_text(factor: float, graph: StageGraph) -> str:
     """Return a step over its bound, with the plans that the bound is for."""
-    those = "" if graph.shares_devices else " with one stage on each device"
-    return f"within {factor:.2f}x of the best possible{those}"
+    those = "" if graph.shares_devices else ", with one stage on each"
+    return f"within {factor:.2f}x of the best possible on these devices{those}"
 
 
 LONGER_IN_A_ROW = (

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from anabranch.cluster import BUSY
-from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, memory_text, time_text
+from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, is_as_fast, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
 from anabranch.report.figure import Figure, ReportTable, ms, spent
 
@@ -91,7 +91,7 @@ def _of_steps(document: Document) -> Iterator[Figure]:
         more = "each; a rank begins the next when it has done its part"
         if (predicted_period_s := document["predicted_period_s"]) is not None:
             more = f"predicted {time_text(predicted_period_s)} {more}"
-            if predicted_period_s > predicted_s:
+            if predicted_period_s > predicted_s and not is_as_fast(predicted_period_s, predicted_s):
                 more = f"{more}; predicted {LONGER_IN_A_ROW}"
         yield Figure("steps in a row", time_text(document["period_s"]), more)
     yield Figure("samples per second", f"{document['samples_per_s']:,.0f}", "")
@@ -118,7 +118,7 @@ def _of_steps(document: Document) -> Iterator[Figure]:
 def _others(document: Document) -> Iterator[Figure]:
     """Share of the processor time that other processes took, if it matters."""
     if (share := document["others_share"]) > BUSY:
-        more = "of the processor cores' time, which no prediction knows of"
+        more = "share of the processor cores' time; no prediction knows of them"
         yield Figure("other processes", f"{share:.0%}", more)
 
 

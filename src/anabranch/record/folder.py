@@ -27,6 +27,7 @@ from anabranch.files.jsonfile import (
     from_document,
     read_document,
     write_document,
+    write_text,
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.record.figures import beside, tables, told
@@ -74,7 +75,7 @@ def save_run(run: Run, folder: Path) -> None:
     if run.timelines:
         is_endless = run.mode == "async"
         picture = timeline_svg(_shown(run), is_endless=is_endless)
-        (folder / "timeline.svg").write_text(picture, encoding="utf-8")
+        write_text(folder / "timeline.svg", picture)
     write_report(run, folder / "report.html")
 
 
@@ -137,7 +138,7 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         notes=_notes(run),
         weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
     )
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
@@ -229,6 +230,11 @@ class _PartEntry(Strict):
     remark: str = ""
 
 
+class _EvaluationEntry(Strict):
+    step: _Count
+    metrics: dict[str, float | None]
+
+
 class _RunFile(Strict):
     schema_: Literal["anabranch.run/1"] = Field(alias="schema")
     losses: list[float]
@@ -257,6 +263,7 @@ class _RunFile(Strict):
     resumed: str = ""
     first_step: _Count = 0
     samples: list[_Count] = Field(default_factory=list)
+    evaluations: list[_EvaluationEntry] = Field(default_factory=list)
 
 
 def _to_timeline(file: _TimelineEntry) -> Timeline:

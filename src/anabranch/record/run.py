@@ -82,6 +82,19 @@ class StepPart:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Held-out means, and the step that they were computed behind.
+
+    Attributes:
+        step: steps that the model had been trained for.
+        metrics: ``loss`` among them; None for what is not finite.
+    """
+
+    step: int
+    metrics: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
 class Run:
     """A finished run.
 
@@ -91,6 +104,7 @@ class Run:
         ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
         metrics: held-out means where there is held-out data, otherwise those of the last step; a
             model may have some that are not finite.
+        evaluations: of the held-out data, in the order of their steps.
         chance: metric -> what guessing would give.
         timelines: headings and timelines of one step, predicted before measured.
         period_s: wall seconds per step without a barrier; 0 where the run was too short to tell.
@@ -147,6 +161,7 @@ class Run:
     resumed: str = ""
     first_step: int = 0
     samples: tuple[int, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
 
     @property
     def measured(self) -> Timeline | None:
@@ -203,6 +218,7 @@ class Run:
             "batch_samples": list(self.other_samples),
             "planned_batch_samples": self.plan.stage_graph.batch_size,
             "metrics": finite(self.metrics),
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             "chance": dict(self.chance),
         }
         if self.policy:

@@ -196,7 +196,8 @@ class Session:
         if changed := workers.captured.programs.exporter.reads.changed_buffers():
             raise TrainingError(
                 f"{', '.join(changed[:3])} has changed since the model was captured, and by its "
-                "value the forward goes one way or another; set it where the module is made"
+                "value the forward goes one way or another; if weights that are loaded bring the "
+                "value, load them, or set it, in the function that makes the module"
             )
 
     def begin_batch(self, batch: Batch) -> None:

@@ -119,7 +119,7 @@ class Explanation:
         if not name or not self.step_s:
             return ""
         helps = [what_if for what_if in self.what_ifs[:1] if self.saves(what_if) >= 0.001]
-        more = (f"; {what_if.what} would save {self.saves(what_if):.1%}" for what_if in helps)
+        more = (f"; with {w.what} this plan would take {self.saves(w):.1%} less" for w in helps)
         return f"{name}, {seconds / self.step_s:.0%}{''.join(more)}"
 
     def parts(self) -> list[tuple[str, float, str]]:
@@ -192,9 +192,9 @@ class Explanation:
             yield "the step has too many actions to simulate what would help"
         elif not best:
             yield "no single change of links, updates, memory or balance would save 0.1% of it"
-        for what_if in best:
-            head = "what would help most" if what_if is best[0] else "  then"
-            yield f"{head}: {what_if.what} would save {self.saves(what_if):.1%}"
+        else:
+            yield "the same plan, with one thing of machine or model changed, would save"
+        yield from (f"  {what_if.what:41s}{self.saves(what_if):6.1%}" for what_if in best)
         yield from wrap(self.verdict, _WIDTH)
 
 

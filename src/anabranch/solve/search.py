@@ -111,7 +111,7 @@ def plan(
     check_mode(mode, policy, schedule)
     facts = facts_named(optimizer)
     search, ignored = planner_with(planner, max_replicas, planner_options or {})
-    notes = notes_on(profile)
+    notes = rewrite_notes(profile.graph.rewrites)
     if ignored:
         notes.append(
             f"planner {planner} has no limit on replicas: --max-replicas {max_replicas} is ignored"
@@ -157,9 +157,3 @@ def plan(
         quick_on = partial(quick.fitting, may_share=may_share)
         best = idle_devices.with_fewer_devices(best, cost, quick_on, search_on)
     return idle_devices.on_whole(best, whole)
-
-
-def notes_on(profile: Profile) -> list[str]:
-    """Remarks on a profile for readers of its figures."""
-    notes = ["times are taken as proportional to samples"] if profile.proportional else []
-    return notes + rewrite_notes(profile.graph.rewrites)

@@ -55,15 +55,11 @@ class Straggler:
         return f"{what} {where} takes {how}, {self.seconds * 1e3:.3g} ms a step"
 
 
-def stragglers(
-    measured: Sequence[Timeline], predicted: Timeline, *, shares_cores: bool = False
-) -> list[Straggler]:
+def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Straggler]:
     """Find slow devices and links, the worst first.
 
     Args:
         measured: of the same plan as ``predicted``; of several steps the median counts.
-        shares_cores: devices take turns on the cores of a host, so that a message waits for a core
-            of its receiver and tells nothing of its link.
     """
     if not measured:
         return []
@@ -71,12 +67,11 @@ def stragglers(
     busy: _Seconds = {(d,): [t.busy_s[d] for t in measured] for d in predicted.devices}
     expected: _Seconds = {(device,): [seconds] for device, seconds in predicted.busy_s.items()}
     slow = _slow(busy, expected, DEVICE_TIMES)
-    if not shares_cores:
-        links: _Seconds = defaultdict(list)
-        for timeline in measured:
-            for link, seconds in _awaited(timeline):
-                links[link].append(seconds)
-        slow += _slow(links, _transfers(predicted), LINK_TIMES)
+    links: _Seconds = defaultdict(list)
+    for timeline in measured:
+        for link, seconds in _awaited(timeline):
+            links[link].append(seconds)
+    slow += _slow(links, _transfers(predicted), LINK_TIMES)
     least_s = SETTINGS.straggler_share * step_s
     worst = (straggler for straggler in slow if straggler.seconds > least_s)
     return sorted(worst, key=lambda straggler: -straggler.seconds)

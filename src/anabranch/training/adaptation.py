@@ -104,15 +104,17 @@ class Adaptation:
             self._change(chosen or plan_from_dict(document), why)
 
     def _compare(self, replanner: Replanner) -> bool:
-        """Note what is slow; False where nothing is predicted of the plan."""
+        """Note what is slow; False where nothing is predicted of the plan, or devices take turns on
+        the cores of a host: who waits for a core takes longer there, and is not slow.
+        """
         loop, plan = self._loop, self._loop.pipe.plan
+        if replanner.cluster.shared_cores:
+            return False
         # A plan that does not suit this machine runs all the same.
         with suppress(AnabranchError):
             if self._expected is None or self._expected[0] is not plan:
                 self._expected = plan, replanner.expected(plan)
-            shares = replanner.cluster.shared_cores > 0
-            slow = stragglers(loop.recorded, self._expected[1], shares_cores=shares)
-            self.slow = tuple(map(str, slow))
+            self.slow = tuple(map(str, stragglers(loop.recorded, self._expected[1])))
             return True
         return False
 
@@ -129,11 +131,11 @@ class Adaptation:
                 warnings.warn(text, stacklevel=2)
             return
         self._change_s = time.perf_counter() - began
+        predicted_s = None if plan.predicted is None else plan.predicted.step_s
         self.changes.append(f"step {step}: {why}")
         loop.begin_anew()
         self.slow = ()
-        predicted_s = None if plan.predicted is None else plan.predicted.step_s
-        loop.reporter.tell(PlanEvent(step, why, predicted_s))
+        loop.reporter.tell(PlanEvent(step, why, predicted_s, plan))
         loop.alone(1 + RECORDED_STEPS)
 
     def _decide(self, replanner: Replanner, measured: Measured) -> tuple[Plan | None, str]:

@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar
 from anabranch.checkpoint.series import best_evaluation, mark_best, step_folder
 from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
-from anabranch.record import Run
+from anabranch.record import Evaluation, Run
+from anabranch.record.run import finite
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.guards.interrupt import INTERRUPT, SAVE_CLOCK
 from anabranch.runtime.pipeline import Pipeline
@@ -78,12 +79,15 @@ class Course(Generic[_Pipe]):
         self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
         self._saved_at = self._evaluated_at = self.pipe.step_number
         self._copied_at = -1
+        self._evaluations: list[Evaluation] = []
         if isinstance(self.pipe, Pipeline) and self.pipe.copied is not None:
             self._first_step = int(self.pipe.copied["first_step"])
             self._copied_at = self.pipe.step_number
             self._saved_at -= 1  # a checkpoint of that step may never have been finished
             if save_every is not None and save_every.best:
                 self._evaluated_at -= 1  # nor one that its evaluation asked for
+            made = (Evaluation(**kept) for kept in self.pipe.copied["evaluations"])
+            self._evaluations = [e for e in made if e.step <= self._evaluated_at]
         done = self.pipe.step_number - self._first_step
         if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
             _warn_of_untold_epochs(self.pipe)
@@ -162,7 +166,11 @@ class Course(Generic[_Pipe]):
         if is_due and done > self._first_step and not self._is_over:
             # That of the first step counts at once, so the next one may come earlier.
             self._copied_at = self._first_step if is_first else done
-            pipe.copy_state({"first_step": self._first_step}, self.reporter.noting())
+            kept = {
+                "first_step": self._first_step,
+                "evaluations": [*map(asdict, self._evaluations)],
+            }
+            pipe.copy_state(kept, self.reporter.noting())
 
     def _is_crossed(self, every: int | None, before: int) -> bool:
         """True if a multiple of an interval lies between an earlier step and this one."""
@@ -175,6 +183,7 @@ class Course(Generic[_Pipe]):
             metrics = self.pipe.evaluate()
         seconds = time.perf_counter() - started
         self._evaluated_at, self._metrics = self.pipe.step_number, metrics
+        self._evaluations.append(Evaluation(self._evaluated_at, finite(metrics)))
         score = -math.inf if self._save_every is None else self._save_every.score(metrics)
         is_best = score > self._best
         if is_best and self._folder is not None:
@@ -254,12 +263,13 @@ class Course(Generic[_Pipe]):
             resumed="" if self._resume is None else str(self._resume),
             first_step=self._first_step,
             samples=tuple(self.reporter.samples),
+            evaluations=tuple(self._evaluations),
             **figures,
         )
         if self._on_trained is not None and self.pipe.rank == 0:
             self._on_trained(run)
         if (held_out := self._end()) is not None:
-            run = replace(run, metrics=dict(held_out))
+            run = replace(run, metrics=dict(held_out), evaluations=tuple(self._evaluations))
         self.reporter.tell(EndEvent(self.pipe.step_number, run.metrics, INTERRUPT.agreed))
         return replace(run, interrupted=INTERRUPT.agreed)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from anabranch.plans.plan import Plan
+
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
@@ -93,12 +95,14 @@ class PlanEvent:
     Attributes:
         why: as text.
         predicted_s: seconds of its step, None if they are not known.
+        plan: the plan.
     """
 
     name: ClassVar[str] = "plan"
     step: int
     why: str
     predicted_s: float | None
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)

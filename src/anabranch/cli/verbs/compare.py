@@ -130,7 +130,9 @@ def compare(
     if error is not None:
         document |= {"error": type(error).__name__, "message": str(error)}
     if model.file is not None:
-        model.file.write_text(output.json_text(document), encoding="utf-8")
+        from anabranch.files.jsonfile import write_text
+
+        write_text(model.file, output.json_text(document))
     if report is not None and best is not None:
         write_comparison(report, plans, costs, cluster, optimizer, best)
     output.print_json(document)

@@ -63,11 +63,14 @@ def demo(
         seconds = sum(c.forward_s[-1] + c.backward_s[-1] for c in profile.costs)
         story.say(f"{seconds * 1e3:.1f} ms for {batch_size} samples, forward and backward")
     with story.chapter(f"Plan a graph of stages for {devices} devices"):
+        from anabranch.schedule import glossary
+
         # A core for each device: the prediction that holds where there are enough cores. Without
         # replicas, so that the stages are there to be seen; `anabranch train` allows them.
         search = partial(job.search, local, max_replicas=1, own_cores=True)
         sequential, job.plan = search(planner="sequential"), search(planner="auto")
         story.say(job.plan.summary())
+        story.say(glossary(job.plan))
         story.say(gain("sequential", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
         from anabranch.solve import foreseen

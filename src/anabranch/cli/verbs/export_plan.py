@@ -40,6 +40,7 @@ def export_plan(
         preset: Size of a built-in model [default: the plan's].
     """
     from anabranch.files import load_plan
+    from anabranch.files.jsonfile import write_text
     from anabranch.interchange.chain import chain_of, require_chain
     from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
 
@@ -68,7 +69,7 @@ def export_plan(
                 f"{folder / name} exists, and nothing is replaced; name another folder"
             )
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
     if chain.replicas > 1:
         ranks, size = chain.num_ranks, chain.microbatch_size
         lines = "one line" if ranks == 1 else f"a line for each of the {ranks} ranks of one"

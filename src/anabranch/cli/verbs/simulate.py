@@ -99,9 +99,10 @@ def simulate(
             is_known = (schedule, other.cluster) == (None, None)
             shown = _compared(shown, plan if is_known else None, explained.limit)
     if trace is not None:
+        from anabranch.files.jsonfile import write_text
         from anabranch.report.chrome import trace as to_trace
 
-        trace.write_text(json.dumps(to_trace(timeline, graph)))
+        write_text(trace, json.dumps(to_trace(timeline, graph)))
     if report is not None:
         from anabranch.report.figure import ReportTable, spent
         from anabranch.report.timeline_layout import ShownTimeline
