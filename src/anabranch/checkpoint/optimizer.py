@@ -178,7 +178,7 @@ def _with_own_groups(
         now: the state that it has as it was made.
         per_group: lists that were saved with the optimizer.
     """
-    own = {key: now[key] for key in _OF_RECIPE if key in now} | per_group
+    own = {**{key: now[key] for key in _OF_RECIPE if key in now}, **per_group}
     result = {**state, **{k: list(v) for k, v in own.items() if k in state}}
     functions = now.get("lr_lambdas")
     if functions is not None and len(functions) != len(state.get("lr_lambdas", functions)):
