@@ -145,12 +145,16 @@ class Halved:
     ids=["cyclic", "functions", "chained"],
 )
 def test_a_rank_with_fewer_groups_goes_on_with_its_own(tmp_path: Path, make: Any):
-    """Of the scheduler that another rank saved, which has an entry for each group of that one."""
+    """Of the scheduler that another rank saved, which has an entry for each group of that one. Rates
+    are tensors, and the bounds of ``CyclicLR`` numbers.
+    """
     first, second, other = Trained(), Trained(), torch.nn.Parameter(torch.ones(2))
     first.names[id(other)] = "other"
 
     def sgd(*groups: torch.nn.Parameter) -> Any:
-        described = [{"params": [p], "lr": 0.5 if p is other else 0.25} for p in groups]
+        described = [
+            {"params": [p], "lr": torch.tensor(0.5 if p is other else 0.25)} for p in groups
+        ]
         return torch.optim.SGD(described, momentum=0.5)
 
     second.optimizer = sgd(second.weight)

@@ -158,8 +158,8 @@ def restore_scheduler(
     # Lists with an entry per parameter group: this rank may have other groups than the one that
     # saved.
     per_group = {
-        "base_lrs": [g.get("initial_lr", g["lr"]) for g in optimizer.param_groups],
-        "_last_lr": [g["lr"] for g in optimizer.param_groups],
+        "base_lrs": [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups],
+        "_last_lr": [float(g["lr"]) for g in optimizer.param_groups],
     }
     where, now = f"{checkpoint.where}: scheduler", scheduler.state_dict()
     scheduler.load_state_dict(_in_type(_with_own_groups(saved, now, per_group), now, where))
