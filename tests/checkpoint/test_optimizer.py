@@ -145,7 +145,7 @@ class Halved:
     ids=["cyclic", "functions", "chained"],
 )
 def test_a_rank_with_fewer_groups_goes_on_with_its_own(tmp_path: Path, make: Any):
-    """Of the scheduler that another rank saved, which has an entry for each group of that one. Rates
+    """Of the scheduler that another rank saved, which has an entry for each of its groups. Rates
     are tensors, and the bounds of ``CyclicLR`` numbers.
     """
     first, second, other = Trained(), Trained(), torch.nn.Parameter(torch.ones(2))
