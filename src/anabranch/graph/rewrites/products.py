@@ -15,7 +15,7 @@ from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame, schema_n
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
-from anabranch.graph.slices import slice_named
+from anabranch.graph.slices import overlap, slice_named, whole_name
 
 aten = torch.ops.aten
 
@@ -76,20 +76,21 @@ def split_product(
     """Replace a product by the sum of products over ranges of so many features each.
 
     Nothing is changed, and the reason is noted, where the features have no such slices, or a
-    parameter would be read whole as well.
+    parameter would be read whole as well or cut in two ways.
 
     Args:
         needs_products: only where parameters behind the features are sliced as well.
     """
+    known = {source.name for source in program.sources.values()}
     try:
         terms, region = _terms(program, product, widths)
         made_by = map(base_name, region - {product.node})
         if needs_products and not any(n in _ARGUMENTS or "embedding" in n for n in made_by):
             raise NotSliceableError("no product makes the features")
-        replaced = _replaced(program, region, product.node)
+        replaced = _replaced(program, region, product.node, known)
     except NotSliceableError as error:
         program.drop_dead()
-        sites.refused[product.site] = str(error)
+        sites.refused.setdefault(product.site, str(error))
         return
     node, path = product.node, frame(product.node) or base_name(product.node)
     total = sum_tree(node, path, terms)
@@ -129,20 +130,33 @@ def _terms(
     return terms, region
 
 
-def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> set[fx.Node]:
+def _replaced(
+    program: FlatProgram, region: set[fx.Node], product: fx.Node, known: set[str]
+) -> set[fx.Node]:
     """The calls of a region that nothing reads once the product is replaced.
 
+    Args:
+        known: names of parameters and slices that were there before its terms.
+
     Raises:
-        NotSliceableError: if a parameter of which slices are read would be read whole as well.
+        NotSliceableError: if a parameter of which slices are read would be read whole as well, or
+            in other slices that overlap these.
     """
     replaced = {product}
     for node in reversed(program.calls):
         if node in region and node.users.keys() <= replaced:
             replaced.add(node)
     sliced = {part.whole for s in program.sources.values() if (part := slice_named(s.name))}
+    made = {source.name for source in program.sources.values()} - known
+    cut = {*map(whole_name, made)}
     for node, source in program.sources.items():
-        if source.name in sliced and not node.users.keys() <= replaced:
+        if node.users.keys() <= replaced:
+            continue
+        if source.name in sliced:
             raise NotSliceableError(f"{source.name} is read elsewhere as well")
+        whole = whole_name(source.name)
+        if whole in cut and any(overlap(source.name, name) for name in made):
+            raise NotSliceableError(f"{whole} is read elsewhere in other slices")
     return replaced
 
 
