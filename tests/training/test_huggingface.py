@@ -255,8 +255,10 @@ def test_labels_are_those_of_the_model(kind: str, labels: Any, shapes: Any):
 
     data = Answers(**labels)
     trainer = Trainer(model, arguments(), None, data, data, devices=2, compute_metrics=metrics)
+    model.train().bert.embeddings.eval()  # which are to stay so
     trainer.evaluate()
     assert seen == [shapes]
+    assert (model.training, model.bert.embeddings.training) == (True, False)
 
 
 class Ragged(Sentences):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeVar
 
 import torch
@@ -41,7 +40,6 @@ class Slice:
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
-@cache
 def slice_named(name: str) -> Slice | None:
     """The slice of that name; None for a whole parameter."""
     match = _NAME.match(name)
@@ -61,22 +59,6 @@ def view_named(name: str, whole: Tensor) -> Tensor:
     """The slice of that name of the model's parameter, or of what has its shape."""
     part = slice_named(name)
     return whole if part is None else part.view(view_named(part.whole, whole))
-
-
-def overlap(first: str, second: str) -> bool:
-    """True if two slices of one parameter may have entries in common, without being the same."""
-    for one, other in zip(_cuts(first), _cuts(second), strict=False):
-        if one.whole != other.whole:
-            return False
-        if one != other:
-            return one.dim != other.dim or (one.start < other.stop and other.start < one.stop)
-    return False
-
-
-def _cuts(name: str) -> list[Slice]:
-    """Slices from that of the model's parameter to the one of that name."""
-    part = slice_named(name)
-    return [] if part is None else [*_cuts(part.whole), part]
 
 
 def in_slices(

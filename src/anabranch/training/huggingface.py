@@ -39,6 +39,7 @@ from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture_workload
+from anabranch.graph.module_state import in_mode
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.remembered import remembered
@@ -280,21 +281,20 @@ class Trainer:
             raise ValueError("there is nothing to evaluate: give an eval_dataset")
         taken = TrainerArguments.of(self.args)
         size = taken.per_device_eval_batch_size * self.devices
-        total, predictions, labels, mode = 0.0, None, None, self.model.training
+        total, predictions, labels = 0.0, None, None
         names = taken.label_names or cast("Any", find_labels)(type(_plain(self.model)))
-        self.model.eval()
-        for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
-            tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
-            with torch.no_grad():
+        with in_mode(self.model, training=False), torch.no_grad():
+            for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
+                tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
                 loss, logits = _outputs(call_module(self.model, batch))
-            total += float(loss) * len(next(iter(tensors.values())))
-            label = tuple(tensors[name] for name in names if name in tensors)
-            if self.compute_metrics is not None and len(label) == len(names) > 0:
+                total += float(loss) * len(next(iter(tensors.values())))
+                label = tuple(tensors[name] for name in names if name in tensors)
+                if self.compute_metrics is None or not len(label) == len(names) > 0:
+                    continue
                 label = label if len(label) > 1 else label[0]
                 logits = self._preprocess(logits, label) if self._preprocess else logits
                 predictions = logits if predictions is None else concat(predictions, logits)
                 labels = label if labels is None else concat(labels, label)
-        self.model.train(mode)
         metrics = {"loss": total / len(data)}
         if self.compute_metrics is not None and labels is not None:
             metrics |= self.compute_metrics(EvalPrediction(numpify(predictions), numpify(labels)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,7 +16,7 @@ from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame, schema_n
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
-from anabranch.graph.slices import overlap, slice_named, whole_name
+from anabranch.graph.slices import Slice, slice_named
 
 aten = torch.ops.aten
 
@@ -81,13 +82,12 @@ def split_product(
     Args:
         needs_products: only where parameters behind the features are sliced as well.
     """
-    known = {source.name for source in program.sources.values()}
     try:
         terms, region = _terms(program, product, widths)
         made_by = map(base_name, region - {product.node})
         if needs_products and not any(n in _ARGUMENTS or "embedding" in n for n in made_by):
             raise NotSliceableError("no product makes the features")
-        replaced = _replaced(program, region, product.node, known)
+        replaced = _replaced(program, region, product.node)
     except NotSliceableError as error:
         program.drop_dead()
         sites.refused.setdefault(product.site, str(error))
@@ -130,13 +130,8 @@ def _terms(
     return terms, region
 
 
-def _replaced(
-    program: FlatProgram, region: set[fx.Node], product: fx.Node, known: set[str]
-) -> set[fx.Node]:
+def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> set[fx.Node]:
     """The calls of a region that nothing reads once the product is replaced.
-
-    Args:
-        known: names of parameters and slices that were there before its terms.
 
     Raises:
         NotSliceableError: if a parameter of which slices are read would be read whole as well, or
@@ -147,16 +142,20 @@ def _replaced(
         if node in region and node.users.keys() <= replaced:
             replaced.add(node)
     sliced = {part.whole for s in program.sources.values() if (part := slice_named(s.name))}
-    made = {source.name for source in program.sources.values()} - known
-    cut = {*map(whole_name, made)}
+    cuts: defaultdict[str, set[Slice]] = defaultdict(set)
     for node, source in program.sources.items():
         if node.users.keys() <= replaced:
             continue
         if source.name in sliced:
             raise NotSliceableError(f"{source.name} is read elsewhere as well")
-        whole = whole_name(source.name)
-        if whole in cut and any(overlap(source.name, name) for name in made):
-            raise NotSliceableError(f"{whole} is read elsewhere in other slices")
+        part = slice_named(source.name)
+        while part is not None:
+            cuts[part.whole].add(part)
+            part = slice_named(part.whole)
+    for name, parts in cuts.items():
+        ordered = sorted(parts, key=lambda part: part.start)
+        if any(a.dim != b.dim or b.start < a.stop for a, b in pairwise(ordered)):
+            raise NotSliceableError(f"{name} is read elsewhere in other slices")
     return replaced
 
 
