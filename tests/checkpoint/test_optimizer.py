@@ -41,7 +41,7 @@ class Trained:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def save(self, folder: Path) -> Path:
-        tensors, state = optimizer_part(self.optimizer, self.names, {"w"})
+        tensors, state = optimizer_part(self.optimizer, self.names, {*self.names.values()})
         part = RankPart(tensors, optimizer=state, scheduler=self.scheduler.state_dict())
         saving = Saving(
             Target(folder, "0" * 16, 1, Progress(step=3)), 0, part, keep=None,
@@ -131,6 +131,50 @@ def test_an_optimizer_of_ones_own_need_not_be_made_again(tmp_path: Path):
     second.load(first.save(tmp_path / "c"))
     assert second.rate == 0.5
     assert second.optimizer.param_groups[0]["steps"] == 1
+
+
+class Halved:
+    """A factor on the rate, of which a scheduler saves the attributes."""
+
+    def __init__(self) -> None:
+        self.share = 0.5
+
+    def __call__(self, step: int) -> float:
+        return self.share**step
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: rates.CyclicLR(o, 0.1, [2 * group["lr"] for group in o.param_groups], 2),
+        lambda o: rates.LambdaLR(o, [Halved() for _ in o.param_groups]),
+        lambda o: rates.ChainedScheduler([rates.CyclicLR(o, 0.1, 0.4, 2), rates.ConstantLR(o)]),
+    ],
+    ids=["cyclic", "functions", "chained"],
+)
+def test_a_rank_with_fewer_groups_goes_on_with_its_own(tmp_path: Path, make: Any):
+    """Of the scheduler that another rank saved, which has an entry for each of its groups. Rates
+    are tensors, and the bounds of ``CyclicLR`` numbers.
+    """
+    first, second, other = Trained(), Trained(), torch.nn.Parameter(torch.ones(2))
+    first.names[id(other)] = "other"
+
+    def sgd(*groups: torch.nn.Parameter) -> Any:
+        described = [
+            {"params": [p], "lr": torch.tensor(0.5 if p is other else 0.25)} for p in groups
+        ]
+        return torch.optim.SGD(described, momentum=0.5)
+
+    second.optimizer = sgd(second.weight)
+    first.optimizer = sgd(other, first.weight)
+    for trained in (first, second):
+        trained.scheduler = make(trained.optimizer)
+    first.step(3)
+    second.load(first.save(tmp_path / "c"))
+    for trained in (first, second):
+        trained.step(2)
+    of_first, of_second = first.optimizer.param_groups[1], second.optimizer.param_groups[0]
+    assert [of_second[k] for k in ("lr", "momentum")] == [of_first[k] for k in ("lr", "momentum")]
 
 
 def test_a_field_that_is_missing_is_refused(tmp_path: Path):

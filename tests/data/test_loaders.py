@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -81,6 +83,12 @@ SOURCES: dict[str, Any] = {
         Augmented(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
     ),
     "sampler": lambda: DataLoader(Augmented(), batch_size=4, sampler=weighted()),
+    "nested": lambda: DataLoader(
+        Augmented(),
+        batch_sampler=BatchSampler(
+            RandomSampler(NUMBERS, generator=torch.Generator().manual_seed(3)), 4, drop_last=False
+        ),
+    ),
     "workers": lambda: DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=1),
     "stream": Stream,
     "stream loader": lambda: DataLoader(Stream(), batch_size=4),
@@ -122,7 +130,7 @@ def test_a_rank_has_persistent_workers_of_its_own():
     assert [batch[0].tolist() for batch in source] == ranks[0]
 
 
-@pytest.mark.parametrize("name", ["data set", "shuffled", "generator", "sampler"])
+@pytest.mark.parametrize("name", ["data set", "shuffled", "generator", "sampler", "nested"])
 def test_epochs_have_orders_of_their_own(name: str):
     """And a run with another seed too, unless the user's generator decides."""
     loader = loader_of(SOURCES[name](), shuffle=True)
@@ -132,7 +140,7 @@ def test_epochs_have_orders_of_their_own(name: str):
 
     assert order(0, 1) == order(0, 1)
     assert order(0, 1) != order(1, 1)
-    if name != "generator":
+    if name not in ("generator", "nested"):
         assert order(0, 1) != order(0, 2)
 
 
@@ -191,8 +199,10 @@ def test_epochs_are_told():
         def __iter__(self) -> Iterator[int]:
             return iter([self.epoch])
 
-    loader = loader_of(DataLoader(NUMBERS, batch_size=1, sampler=Sampler()), shuffle=True)
-    assert [int(b) for epoch in (4, 7) for b in loader(1, epoch)] == [4, 7]
+    nested = BatchSampler(Sampler(), 1, drop_last=False)
+    for source in (DataLoader(NUMBERS, 1, sampler=Sampler()), DataLoader(NUMBERS, 1, None, nested)):
+        loader = loader_of(source, shuffle=True)
+        assert [int(b) for epoch in (4, 7) for b in loader.batches(1, epoch)] == [4, 7]
 
 
 def test_data_that_makes_no_sense_is_refused():

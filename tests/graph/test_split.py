@@ -254,6 +254,27 @@ def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
     assert torch.equal(loss, expected)
 
 
+def test_a_call_of_training_alone_does_not_move_later_ones_of_its_module() -> None:
+    """The first look-up is there for running means, so evaluation has the second one alone: it
+    stays where training has it, and whatever stages cut that.
+    """
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 1)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            self.norm(self.table(first).tanh())
+            return self.head(self.table(second).tanh()).mean()
+
+    tokens = torch.arange(4)
+    captured = capture(Norms(), (tokens, tokens + 1), granularity="operator")
+    assert [op.name for op in captured.graph.ops][2:] == ["norm", "table#2", "tanh#2", "head"]
+    assert [op.name for op in captured.evaluation().graph.ops] == ["table#2", "tanh#2", "head"]
+
+
 # Wrong stages
 
 

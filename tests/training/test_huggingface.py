@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,10 +22,12 @@ from transformers.feature_extraction_utils import BatchFeature
 from anabranch import launch
 from anabranch.checkpoint.export import export
 from anabranch.data.packed import call_module
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.multimodal import multimodal_batch
 from anabranch.training import SaveEvery
 from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
+from anabranch.training.trainer_arguments import TrainerArguments
 from benchmarks.architectures import multimodal
 from benchmarks.architectures.models import ARCHITECTURES, build
 from benchmarks.architectures.multimodal import ragged, small
@@ -145,6 +148,12 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     made = export(tmp_path / "out", tmp_path / "Bert")
     _, info = transformers.BertForMaskedLM.from_pretrained(made.path, output_loading_info=True)
     assert not any(info.values())
+    # Steps of a checkpoint count: six updates have four batches left, four have none.
+    again = arguments(output_dir="", resume_from_checkpoint=str(tmp_path / "out"), max_steps=6)
+    assert training_options(again, workload)["steps"] == 4
+    again.max_steps = 4
+    with pytest.raises(TrainingError, match=r"nothing is left to do: .* has 8 of 8 steps"):
+        training_options(again, workload)
 
 
 @pytest.mark.dist
@@ -174,6 +183,11 @@ def test_arguments_are_counted_in_batches():
     assert (options["save"], options["save_every"]) == (Path("out"), SaveEvery(6, keep=3))
     shares = training_options(arguments(eval_steps=0.5, save_steps=0.3, output_dir="out"), workload)
     assert (shares["evaluate_every"], shares["save_every"].steps) == (4, 4)
+    part = arguments(max_steps=-1, num_train_epochs=0.5)  # two batches and a half: three
+    assert training_options(part, workload)["steps"] == 3
+    # Accumulation goes on across epochs: 15 batches are 4 updates of 4, over which the rate falls.
+    long = arguments(max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=4)
+    assert TrainerArguments.of(long).updates(5) == 4
     assert training_options(arguments(bf16=True), workload)["compute"].precision == "bf16"
     assert "save" not in training_options(arguments(save_strategy="no"), workload)
 
@@ -188,10 +202,13 @@ def test_what_is_not_taken_over_is_refused():
         workload_of(
             model, arguments(label_smoothing_factor=0.1, torch_compile=True), Sentences(), **options
         )
-    other = arguments(optim="adafactor")
-    with pytest.raises(ValueError, match="optimizer adafactor is not taken over"):
-        workload_of(model, other, Sentences(), **options)
+    for name in ("adamw_torch_8bit", "adafactor"):
+        other = arguments(optim=name)
+        with pytest.raises(ValueError, match=f"optimizer {name} is not taken over"):
+            workload_of(model, other, Sentences(), **options)
     assert workload_of(model, other, Sentences(), optimizer=sgd, **options).optimizer is sgd
+    with pytest.raises(ValueError, match="save_strategy best is not taken over"):
+        workload_of(model, arguments(save_strategy="best"), Sentences(), **options)
     other = arguments(lr_scheduler_type="reduce_lr_on_plateau")
     with pytest.raises(ValueError, match="reduce_lr_on_plateau needs a metric"):
         workload_of(model, other, Sentences(), **options)
@@ -204,6 +221,44 @@ def test_what_is_not_taken_over_is_refused():
     called: Any = [transformers.TrainerCallback()]
     with pytest.raises(TypeError, match=r"callbacks are functions of training\.events"):
         Trainer(*data, devices=2, callbacks=called)
+
+
+class Answers(Sentences):
+    """Tokens as lists with the number of a class, or where an answer begins and ends."""
+
+    def __init__(self, **labels: int) -> None:
+        super().__init__()
+        self.labels = labels
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.tokens[index].tolist(), **self.labels}
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "shapes"),
+    [
+        ("SequenceClassification", {"label": 1}, ((40, 2), (40,))),
+        ("QuestionAnswering", {"start_positions": 2, "end_positions": 4}, ((2, 40, 8), (2, 40))),
+    ],
+)
+def test_labels_are_those_of_the_model(kind: str, labels: Any, shapes: Any):
+    """Without a collator lists become tensors and a ``label`` becomes ``labels``; metrics are
+    given all labels that the class of the model has.
+    """
+    config = transformers.BertConfig(**ARCHITECTURES["Bert"].small)
+    model = getattr(transformers, f"BertFor{kind}")(config)
+    seen: list[Any] = []
+
+    def metrics(found: Any) -> dict[str, float]:
+        seen.append((np.shape(found.predictions), np.shape(found.label_ids)))
+        return {}
+
+    data = Answers(**labels)
+    trainer = Trainer(model, arguments(), None, data, data, devices=2, compute_metrics=metrics)
+    model.train().bert.embeddings.eval()  # which are to stay so
+    trainer.evaluate()
+    assert seen == [shapes]
+    assert (model.training, model.bert.embeddings.training) == (True, False)
 
 
 class Ragged(Sentences):

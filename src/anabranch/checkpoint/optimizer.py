@@ -159,21 +159,37 @@ def restore_scheduler(
     # Lists with an entry per parameter group: this rank may have other groups than the one that
     # saved.
     per_group = {
-        "base_lrs": [g.get("initial_lr", g["lr"]) for g in optimizer.param_groups],
-        "_last_lr": [g["lr"] for g in optimizer.param_groups],
+        "base_lrs": [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups],
+        "_last_lr": [float(g["lr"]) for g in optimizer.param_groups],
     }
-    state = _with_own_groups(saved, per_group)
-    where = f"{checkpoint.where}: scheduler"
-    scheduler.load_state_dict(_in_type(state, scheduler.state_dict(), where))
+    where, now = f"{checkpoint.where}: scheduler", scheduler.state_dict()
+    scheduler.load_state_dict(_in_type(_with_own_groups(saved, now, per_group), now, where))
+
+
+_OF_RECIPE = ("max_lrs", "base_momentums", "max_momentums")
+"""Entries per parameter group that a scheduler was made with, which training does not change."""
 
 
 def _with_own_groups(
-    state: Mapping[str, Any], per_group: Mapping[str, list[float]]
+    state: Mapping[str, Any], now: Mapping[str, Any], per_group: Mapping[str, list[float]]
 ) -> dict[str, Any]:
-    """A scheduler's state with this rank's lists, also in the schedulers that it is made of."""
-    result = {**state, **{k: list(v) for k, v in per_group.items() if k in state}}
+    """A scheduler's state with this rank's lists, also in the schedulers that it is made of.
+
+    Args:
+        now: the state that it has as it was made.
+        per_group: lists that were saved with the optimizer.
+    """
+    own = {**{key: now[key] for key in _OF_RECIPE if key in now}, **per_group}
+    result = {**state, **{k: list(v) for k, v in own.items() if k in state}}
+    functions = now.get("lr_lambdas")
+    if functions is not None and len(functions) != len(state.get("lr_lambdas", functions)):
+        result["lr_lambdas"] = functions
     if isinstance(parts := state.get("_schedulers"), list):
-        result["_schedulers"] = [_with_own_groups(part, per_group) for part in parts]
+        made = [*now.get("_schedulers", ()), *[{}] * len(parts)]
+        result["_schedulers"] = [
+            _with_own_groups(part, own_part, per_group)
+            for part, own_part in zip(parts, made, strict=False)
+        ]
     return result
 
 

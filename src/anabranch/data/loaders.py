@@ -75,7 +75,7 @@ class Loader:
         self.source, self._shuffle, self._packing = source, shuffle, packing
         self._samplers: list[Any] = []
         if isinstance(source, DataLoader):
-            self._samplers = [source, source.sampler, source.batch_sampler]
+            self._samplers = _with_wrapped(source, "sampler", "batch_sampler")
             for sampler in self._samplers:
                 if getattr(sampler, "num_replicas", 1) > 1:
                     raise ValueError(
@@ -169,7 +169,7 @@ class Loader:
         self.require_batch_size(batch_size)
         for generator, initial in self._generators.items():
             generator.manual_seed(mixed(initial, epoch))
-        for part in (*self._samplers, self.source, getattr(self.source, "dataset", None)):
+        for part in (*self._samplers, *_with_wrapped(self.source, "dataset")):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         order = self._order(batch_size, epoch, seed)
@@ -308,6 +308,15 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
         f"the data of a Workload is a {type(data).__name__}; give it a function data(batch_size, "
         "epoch) that yields batches, a DataLoader, or a data set"
     )
+
+
+def _with_wrapped(part: Any, *names: str) -> list[Any]:
+    """An object, then what it and those that it wraps have under these names."""
+    wrapped = (getattr(part, name, None) for name in names)
+    return [
+        part,
+        *(p for inner in wrapped if inner is not None for p in _with_wrapped(inner, *names)),
+    ]
 
 
 def _leave_workers_of_parent(loader: Any) -> None:

@@ -232,14 +232,17 @@ def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Gr
     """Give an evaluation program's calls to the operators of the training program.
 
     A call goes where the same call of its module went, else to the operator of its latest input;
-    never before one of its inputs.
+    never before one of its inputs. It is known by its name in the trace, as those before it may be
+    of training alone, and else by its number.
     """
+    by_name: dict[tuple[str, str, str], int] = {}
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)
     for node, owner in grouping.owner_of(train).items():
         if owner != FREE:
             homes[frame(node), base_name(node)].append(owner)
             by_frame[frame(node)].append(owner)
+            by_name[node.name, frame(node), base_name(node)] = owner
     seen: dict[tuple[str, str], int] = defaultdict(int)
     owner_of: dict[fx.Node, int] = {}
     for node in traits.calls:
@@ -249,7 +252,7 @@ def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Gr
         key = (frame(node), base_name(node))
         earlier = [owner_of.get(n, FREE) for n in node.all_input_nodes]
         known = homes[key] or by_frame[key[0]] or [0]
-        wanted = known[min(seen[key], len(known) - 1)]
+        wanted = by_name.get((node.name, *key), known[min(seen[key], len(known) - 1)])
         seen[key] += 1
         owner_of[node] = max(wanted, *earlier) if earlier else wanted
     groups = CallGroups(traits)

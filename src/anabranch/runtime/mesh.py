@@ -18,6 +18,7 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending, staged
+from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
     abort,
@@ -264,6 +265,8 @@ class Mesh:
         result = tensor if result is None else result
         if len(chosen) == 1:
             return Pending(result)
+        if self.failure.is_closed:
+            raise PeerLostError("this rank has broken its connections")
         if near and self._near and MessageCollectives.are_faster(tensor, len(chosen)):
             # Collectives of one set start in one order, those of different sets do not.
             tag = -1 - sorted(self._groups).index(key)

@@ -32,12 +32,14 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_model
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
-from anabranch.checkpoint import load_state_dict
+from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture_workload
+from anabranch.graph.module_state import in_mode
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.remembered import remembered
@@ -87,9 +89,9 @@ def workload_of(
         train_dataset: samples; an item is what the collator takes.
         devices: of the plan. A batch is as large as that of ``Trainer`` on so many.
         data_collator: a list of samples -> a batch of tensors; by default that of the
-            ``processing_class`` (a tokenizer), or ``default_collate``. It may pad to the longest of
-            a batch: then the workload has length buckets. For a vision-language model it ends
-            with ``multimodal_batch``, and pads to one length.
+            ``processing_class`` (a tokenizer), or ``default_data_collator`` of transformers. It may
+            pad to the longest of a batch: then the workload has length buckets. For a
+            vision-language model it ends with ``multimodal_batch``, and pads to one length.
         fill: name of a tensor with sequences in dimension 1 -> its padding, where
             that is not known.
         optimizer: a recipe as ``Workload`` has, in place of the one that ``args`` describe.
@@ -151,7 +153,7 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
     """Arguments of ``training.train`` for a workload of ``workload_of``."""
     taken, loader = TrainerArguments.of(args), cast("Any", workload.data)
     accumulate, per_epoch = taken.gradient_accumulation_steps, len(loader.source)
-    updates = taken.updates(per_epoch)
+    steps, updates = taken.steps(per_epoch), taken.updates(per_epoch)
 
     def batches(strategy: str, every: float) -> int:
         """Batches between two events; ``every`` counts updates, and below 1 is a share of all."""
@@ -160,12 +162,10 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
 
     precision: Precision = "fp16" if taken.fp16 else "fp32"
     options: dict[str, Any] = {
-        "steps": updates * accumulate,
+        "steps": steps,
         "accumulate": accumulate,
         "compute": ComputeOptions(precision="bf16" if taken.bf16 else precision),
     }
-    if taken.max_steps <= 0:
-        options["steps"] = round(taken.num_train_epochs * per_epoch)
     if taken.eval_strategy in ("steps", "epoch") and workload.eval_data is not None:
         every = taken.eval_steps or taken.logging_steps
         options["evaluate_every"] = batches(taken.eval_strategy, every)
@@ -175,6 +175,11 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
         options["save_every"] = SaveEvery(batches(taken.save_strategy, every), keep=keep)
     if taken.resume_from_checkpoint:
         options["resume"] = Path(taken.resume_from_checkpoint)
+        options["steps"] -= (done := Checkpoint(options["resume"]).manifest.step)
+        if options["steps"] <= 0:
+            raise TrainingError(
+                f"nothing is left to do: {options['resume']} has {done} of {steps} steps"
+            )
     return options
 
 
@@ -268,27 +273,30 @@ class Trainer:
         """
         from transformers import EvalPrediction
         from transformers.trainer_pt_utils import nested_concat, nested_numpify
+        from transformers.utils.generic import find_labels
 
         concat, numpify = cast("Any", nested_concat), cast("Any", nested_numpify)
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("there is nothing to evaluate: give an eval_dataset")
-        size = TrainerArguments.of(self.args).per_device_eval_batch_size * self.devices
-        total, predictions, labels, mode = 0.0, None, None, self.model.training
-        self.model.eval()
-        for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
-            tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
-            with torch.no_grad():
+        taken = TrainerArguments.of(self.args)
+        size = taken.per_device_eval_batch_size * self.devices
+        total, predictions, labels = 0.0, None, None
+        names = taken.label_names or cast("Any", find_labels)(type(_plain(self.model)))
+        with in_mode(self.model, training=False), torch.no_grad():
+            for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
+                tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
                 loss, logits = _outputs(call_module(self.model, batch))
-            total += float(loss) * len(next(iter(tensors.values())))
-            if self.compute_metrics is not None:
-                label = tensors.get("labels")
+                total += float(loss) * len(next(iter(tensors.values())))
+                label = tuple(tensors[name] for name in names if name in tensors)
+                if self.compute_metrics is None or not len(label) == len(names) > 0:
+                    continue
+                label = label if len(label) > 1 else label[0]
                 logits = self._preprocess(logits, label) if self._preprocess else logits
                 predictions = logits if predictions is None else concat(predictions, logits)
                 labels = label if labels is None else concat(labels, label)
-        self.model.train(mode)
         metrics = {"loss": total / len(data)}
-        if self.compute_metrics is not None:
+        if self.compute_metrics is not None and labels is not None:
             metrics |= self.compute_metrics(EvalPrediction(numpify(predictions), numpify(labels)))
         start = f"{metric_key_prefix}_"
         return {k if k.startswith(start) else start + k: value for k, value in metrics.items()}
@@ -329,14 +337,22 @@ def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any)
     """A list of samples -> a batch of tensors; columns that the model does not take are left
     out before, as ``Trainer`` does.
     """
-    if collator is None and hasattr(processing_class, "pad"):
-        from transformers import DataCollatorWithPadding
+    if collator is None:
+        from transformers import DataCollatorWithPadding, default_data_collator
 
-        collator = DataCollatorWithPadding(processing_class)
-    taken = None
-    if TrainerArguments.of(args).remove_unused_columns:
-        taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", "labels"}
-    return partial(_as_batch, collator or default_collate, taken)
+        has_pad = hasattr(processing_class, "pad")
+        collator = DataCollatorWithPadding(processing_class) if has_pad else default_data_collator
+    taken, arguments = None, TrainerArguments.of(args)
+    if arguments.remove_unused_columns:
+        taken = {*inspect.signature(_plain(model).forward).parameters, "label", "label_ids"}
+        taken |= {*(arguments.label_names or ("labels",))}
+    return partial(_as_batch, collator, taken)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """The model itself, where peft has wrapped it with adapters."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
@@ -351,9 +367,11 @@ def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
 
 def _outputs(made: Any) -> tuple[Any, Any]:
     """The loss of a model's result, and its logits: one tensor, or several."""
-    items = made.items() if hasattr(made, "items") else enumerate(made)
-    (_, loss), *others = [item for item in items if isinstance(item[1], torch.Tensor | tuple)]
-    logits = tuple(value for _, value in others if isinstance(value, torch.Tensor))
+    if isinstance(made, torch.Tensor):
+        return made, ()
+    items = dict(made.items() if hasattr(made, "items") else enumerate(made))
+    loss = items.pop("loss" if "loss" in items else 0)
+    logits = tuple(value for value in items.values() if isinstance(value, torch.Tensor))
     return loss, logits[0] if len(logits) == 1 else logits
 
 

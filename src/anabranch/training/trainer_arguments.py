@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,6 +35,7 @@ class TrainerArguments:
     eval_strategy: str = "no"
     fp16: bool = False
     gradient_accumulation_steps: int = 1
+    label_names: Sequence[str] | None = None
     learning_rate: float = 5e-5
     logging_steps: float = 500
     lr_scheduler_kwargs: Mapping[str, Any] | None = None
@@ -65,13 +66,15 @@ class TrainerArguments:
         # Strategies and names are members of enumerations.
         return TrainerArguments(**{name: getattr(v, "value", v) for name, v in values.items()})
 
-    def updates(self, batches: int) -> int:
-        """Updates of the whole training, as ``Trainer`` counts them, by batches of an epoch."""
+    def steps(self, per_epoch: int) -> int:
+        """Batches of the whole training, by those of an epoch."""
         if self.max_steps > 0:
-            return self.max_steps
-        return math.ceil(
-            self.num_train_epochs * math.ceil(batches / self.gradient_accumulation_steps)
-        )
+            return self.max_steps * self.gradient_accumulation_steps
+        return math.ceil(self.num_train_epochs * per_epoch)
+
+    def updates(self, per_epoch: int) -> int:
+        """Updates of the whole training, by batches of an epoch."""
+        return math.ceil(self.steps(per_epoch) / self.gradient_accumulation_steps)
 
     def optimizer(
         self, decayed: frozenset[str], parameters: NamedParameters
@@ -120,10 +123,15 @@ def require_supported(args: Any, *, has_optimizer: bool) -> None:
             f"{', '.join(named)}: arguments of Trainer that are not taken over and would change "
             "training; leave them as they are by default"
         )
-    if not taken.optim.startswith("adamw_torch") and not has_optimizer:
+    if taken.optim not in ("adamw_torch", "adamw_torch_fused") and not has_optimizer:
         raise ValueError(
             f"the optimizer {taken.optim} is not taken over; leave optim at adamw_torch, or give "
             "an optimizer of your own: optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    if taken.save_strategy == "best":
+        raise ValueError(
+            "save_strategy best is not taken over; leave it out, and give "
+            'save_every=SaveEvery(best="loss") besides'
         )
     if taken.lr_scheduler_type == "reduce_lr_on_plateau":
         raise ValueError("reduce_lr_on_plateau needs a metric in every step: take another schedule")

@@ -268,6 +268,22 @@ def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
         rewritten(Shared(nn.Linear, F.relu), features(6), "join-split")
 
 
+def test_a_weight_of_both_products_of_a_pair_is_not_cut_in_two_ways() -> None:
+    """Its rows and its columns would be two parameters, each with a part of the gradient."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh()).square().mean()
+
+    with pytest.raises(CaptureError, match=r"first.weight is read elsewhere in other slices"):
+        capture(Tied(), torch.randn(4, 4), rewrites=["tensor-split"])
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

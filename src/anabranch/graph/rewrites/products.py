@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,7 +16,7 @@ from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame, schema_n
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
-from anabranch.graph.slices import slice_named
+from anabranch.graph.slices import Slice, slice_named
 
 aten = torch.ops.aten
 
@@ -76,7 +77,7 @@ def split_product(
     """Replace a product by the sum of products over ranges of so many features each.
 
     Nothing is changed, and the reason is noted, where the features have no such slices, or a
-    parameter would be read whole as well.
+    parameter would be read whole as well or cut in two ways.
 
     Args:
         needs_products: only where parameters behind the features are sliced as well.
@@ -89,7 +90,7 @@ def split_product(
         replaced = _replaced(program, region, product.node)
     except NotSliceableError as error:
         program.drop_dead()
-        sites.refused[product.site] = str(error)
+        sites.refused.setdefault(product.site, str(error))
         return
     node, path = product.node, frame(product.node) or base_name(product.node)
     total = sum_tree(node, path, terms)
@@ -133,16 +134,28 @@ def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> s
     """The calls of a region that nothing reads once the product is replaced.
 
     Raises:
-        NotSliceableError: if a parameter of which slices are read would be read whole as well.
+        NotSliceableError: if a parameter of which slices are read would be read whole as well, or
+            in other slices that overlap these.
     """
     replaced = {product}
     for node in reversed(program.calls):
         if node in region and node.users.keys() <= replaced:
             replaced.add(node)
     sliced = {part.whole for s in program.sources.values() if (part := slice_named(s.name))}
+    cuts: defaultdict[str, set[Slice]] = defaultdict(set)
     for node, source in program.sources.items():
-        if source.name in sliced and not node.users.keys() <= replaced:
+        if node.users.keys() <= replaced:
+            continue
+        if source.name in sliced:
             raise NotSliceableError(f"{source.name} is read elsewhere as well")
+        part = slice_named(source.name)
+        while part is not None:
+            cuts[part.whole].add(part)
+            part = slice_named(part.whole)
+    for name, parts in cuts.items():
+        ordered = sorted(parts, key=lambda part: part.start)
+        if any(a.dim != b.dim or b.start < a.stop for a, b in pairwise(ordered)):
+            raise NotSliceableError(f"{name} is read elsewhere in other slices")
     return replaced
 
 
