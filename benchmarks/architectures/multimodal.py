@@ -174,7 +174,7 @@ def small(name: str) -> nn.Module:
         ),
     }
     glm = {**_POSITIONS, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}}
-    for packed in ("Glm4v", "GlmOcr", "Glm4vMoe"):
+    for packed in ("Glm4v", "Glm46V", "GlmOcr", "Glm4vMoe"):
         made[packed] = lambda: config(
             text_config=glm | (_EXPERTS_OF_GLM if name == "Glm4vMoe" else {}),
             vision_config={**_PATCHES, **_WINDOWS, "image_size": 16},
@@ -241,8 +241,8 @@ NAMES = (
     "Llava", "LlavaOnevision", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3",
     "Qwen2_5OmniThinker", "PaliGemma", "InternVL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
     "VipLlava", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "Ovis2", "QianfanOCR",
-    "Glm4v", "Glm4vMoe", "GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2", "Qwen3OmniMoeThinker",
-    "Mistral3", "LightOnOcr", "VideoLlava", "LlavaNext", "LlavaNextVideo",
+    "Glm4v", "Glm46V", "Glm4vMoe", "GlmOcr", "Exaone4_5_", "HyperCLOVAXVisionV2",
+    "Qwen3OmniMoeThinker", "Mistral3", "LightOnOcr", "VideoLlava", "LlavaNext", "LlavaNextVideo",
 )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def ragged(
     tokens = [4] * count
     if name.startswith(("Qwen", "Glm", "Exaone", "HyperCLOVAX")):
         sizes = [[1, 4, 4], [1, 4, 8], [1, 8, 8], [2, 4, 4]] if mixed else [[1, 4, 4]]
-        if name.startswith("Glm4v"):
+        if name.startswith("Glm4"):
             sizes = sizes[:3]  # the library counts frames as images
         grids = torch.tensor([choose(sizes) for _ in range(count)]).view(count, 3)
         tokens = (grids.prod(1) // 4).tolist()

@@ -93,12 +93,13 @@ def test_views_follow_the_order_in_which_a_device_has_its_results() -> None:
     [
         lambda net, h: h + _without_grad(h),
         lambda net, h: _written_without_grad(h * 1),
+        lambda net, h: h * _chosen(h),
         lambda net, h: h + h.detach(),
         lambda net, h: h * torch.tensor([1.0, 2.0] * 4),
         lambda net, h: _autocast(h),
         lambda net, h: h * h[h[:, 0] > 0].mean(),
     ],
-    ids=["no_grad", "written", "detach", "literal", "autocast", "size from data"],
+    ids=["no_grad", "written", "same type", "detach", "literal", "autocast", "size from data"],
 )
 def test_regions_and_constants(body: Any) -> None:
     """Gradients are those of eager execution where parts of the forward run under another mode."""
@@ -116,6 +117,12 @@ def _written_without_grad(h: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         h.mul_(2).clamp_(-1, 1)
     return h
+
+
+def _chosen(h: torch.Tensor) -> torch.Tensor:
+    """A value keeps its gradient where a cast without one returns the value itself."""
+    with torch.no_grad():
+        return h.to(torch.float32).contiguous().argmax(1, keepdim=True)
 
 
 def _autocast(h: torch.Tensor) -> torch.Tensor:

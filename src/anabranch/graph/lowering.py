@@ -363,7 +363,8 @@ class _ProgramBuilder:
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
         """Without gradients means: on detached inputs, which still share their storage. An input
-        that is written in place inside is itself outside, with its gradient.
+        that is returned, written in place or cast to the type that it has, is itself outside, with
+        its gradient.
         """
         body, *inputs = map_aggregate(arguments, self.operand)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -376,10 +377,12 @@ class _ProgramBuilder:
             originals[self.env[place]] = source
 
         def outside(value: Any) -> Any:
-            changed = value
-            while isinstance(changed, fx.Node) and writes_first(changed.target):
-                changed = changed.args[0]
-            return originals.get(changed, value)
+            same = value
+            while isinstance(same, fx.Node) and (
+                writes_first(same.target) or (not enabled and _returns_first(same))
+            ):
+                same = same.args[0]
+            return originals.get(same, value)
 
         self.env[node] = map_aggregate(self.body(body, body.graph), outside)
 
@@ -397,3 +400,9 @@ class _ProgramBuilder:
         program.drop_dead()
         self.graph.lint()
         return program
+
+
+def _returns_first(call: fx.Node) -> bool:
+    """Return whether a call returns its first argument itself, as a cast to the same type does."""
+    first = call.args[0] if call.args else None
+    return isinstance(first, fx.Node) and call.meta["val"] is first.meta["val"]
