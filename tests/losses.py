@@ -132,7 +132,7 @@ class Fraction(Tokens):
 
 class Aligned(Tokens):
     """A sequence to be found in a longer one, of the labels that are chosen from all samples; and
-    positions of the type of what they are added to.
+    positions of the type of what they are added to, in the sizes of the first sample.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,8 @@ class Aligned(Tokens):
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         scores = self.scores(x)
-        log = (scores + self.positions.type_as(scores)).log_softmax(-1).transpose(0, 1)
+        places = self.positions.type_as(scores) * torch.ones_like(scores[0])
+        log = (scores + places).log_softmax(-1).transpose(0, 1)
         frames, kept = torch.full((len(x),), LENGTH), label > 0
         targets, lengths = label.masked_select(kept), kept.sum(-1)
         return F.ctc_loss(log, targets, frames, lengths, zero_infinity=True)

@@ -250,6 +250,26 @@ def test_an_even_cut_has_micro_batches_that_the_model_takes(samples: int, size: 
     assert verify(workload, 2, captured=captured, timeout=LIMIT_S).bitwise
 
 
+class Centred(nn.Module):
+    """Noise, and then values less their means over the batch, before a loss by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + torch.randn_like(x))
+        return self.third(self.second(x - x.mean(0)).tanh()).square().mean()
+
+
+@pytest.mark.dist
+def test_noise_before_what_computes_across_samples_can_be_verified() -> None:
+    """One process has the whole batch at once there, though the loss has micro-batches."""
+    result = verify(Workload(Centred(), {"x": torch.randn(8, 4)}), 3, timeout=LIMIT_S)
+    assert result.is_good, result.why()
+    assert result.against == CAPTURED
+
+
 class TwoNorms(nn.Module):
     """Two batch normalisations, in two stages."""
 

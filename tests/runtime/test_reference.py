@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.errors import TrainingError
+from anabranch.graph.capture import capture
 from anabranch.runtime.numerics.dropout import NoDropout
-from anabranch.runtime.reference import reference
+from anabranch.runtime.reference import call, reference
 from tests.runtime.small import batch, built, slices
 
 
@@ -58,3 +61,24 @@ def test_a_module_that_fails_by_itself_is_told_where() -> None:
         pytest.raises(TrainingError, match=r"Viewed .* 4 samples .*test_reference.py:\d+"),
     ):
         reference(Viewed(), labels, [(0, 4)])
+
+
+class Gathers(nn.Module):
+    """A loss that counts other processes, as those do that gather features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sum() / (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def test_a_module_finds_no_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the whole batch, and a collective of one rank alone would wait for ever."""
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", group := Mock())
+    module, x = Gathers(), torch.ones(4)
+    assert call(module, (x,))["loss"] == 4
+    nodes = capture(module, (x,)).programs.exporter.program(4).graph.nodes
+    assert [n.args[1] for n in nodes if n.target is torch.ops.aten.div.Tensor] == [1]
+    assert dist.GroupMember.WORLD is group

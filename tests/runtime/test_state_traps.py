@@ -449,10 +449,27 @@ class Balanced(Net):
         return balanced
 
 
+class Followed(Net):
+    """A loss by its running mean, which follows through ``.data``, in place and with a gradient, as
+    the vectors of VQ-VAE-2 do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.entries(x, y).mean()
+        self.running.data.mul_(0.9).add_(loss, alpha=0.1)
+        return loss / self.running
+
+
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [
         (Balanced, False),
+        (Followed, False),
+        (Followed, True),
         (Other, False),
         (Other, True),
         (Queue, False),

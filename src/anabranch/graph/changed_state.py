@@ -53,14 +53,15 @@ def seen_writes(program: FlatProgram) -> frozenset[str] | None:
 
 def copy_changed_state(program: FlatProgram) -> None:
     """Let calls that gradients go back through read copies of state that the forward changes, in
-    place: autograd keeps what they read, and this forward or the next changes it.
+    place: autograd keeps what they read, and this forward or the next changes it. Views of state
+    are left, as writes may go through them.
     """
     calls = {call for call, _ in program.writes_to(BUFFER, PARAMETER)}
     writes = [call for call in calls if not is_bounding(call)]
     changed = {target.meta.get("storage", 0) for call in writes for target in written(call)}
     for call in program.calls:
-        sources = call.all_input_nodes if requires_grad(call) and not written(call) else []
-        for source in sources:
+        is_read = not written(call) and call.meta.get("storage") not in changed
+        for source in call.all_input_nodes if is_read and requires_grad(call) else []:
             if source.meta.get("storage") in changed:
                 call.replace_input_with(source, insert(call, _aten.clone.default, source))
 

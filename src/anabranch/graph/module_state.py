@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -96,11 +97,18 @@ def with_layouts(module: nn.Module) -> AbstractContextManager[None]:
     )
 
 
-def in_one_process() -> AbstractContextManager[None]:
-    """Inside, ``nn.SyncBatchNorm`` takes the statistics of what it is given, also where there are
-    other processes, and on a CPU: whoever calls the module has the whole batch.
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Inside, a module finds no other processes, so that it gathers nothing from them, and
+    ``nn.SyncBatchNorm`` takes the statistics of what it is given, also on a CPU: whoever calls the
+    module has the whole batch.
     """
-    return with_attributes([(nn.SyncBatchNorm, "forward", _BatchNorm.forward)])
+    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    try:
+        with with_attributes([(nn.SyncBatchNorm, "forward", _BatchNorm.forward)]):
+            yield
+    finally:
+        dist.GroupMember.WORLD = group
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -89,6 +89,12 @@ class _Follower:
         self.assumed: list[str] = []
         self.rearranged: set[fx.Node] = set()
         self.before_loss = set(upstream(program.outputs[:1]))
+        self.read = set[fx.Node]()
+        for node in reversed(program.graph.nodes):
+            if node.op == "output":
+                self.read.update(node.all_input_nodes)
+            elif node in self.read or written(node):
+                self.read.update(value_inputs(node))
         # What the forward changes is another number in every micro-batch.
         self.changing = {source.name for _, source in program.writes_to(BUFFER)}
 
@@ -156,6 +162,8 @@ class _Follower:
         return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
+        if not (node in self.read or written(node)):
+            return Flow("constant")  # of which a type or a size is read, as of x in ones_like(x[0])
         read = value_inputs(node)
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
         is_random = any(word in base_name(node) for word in operations.RANDOM)

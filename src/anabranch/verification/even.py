@@ -118,7 +118,10 @@ def one_after_the_other(captured: Captured, plan: Plan) -> Plan:
 
 
 def on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
-    """The same batch through one stage of all operators, in micro-batches of a size."""
+    """The same batch through one stage of all operators, in micro-batches of a size, or at once
+    where an operator computes across samples.
+    """
     names = tuple(op.name for op in captured.graph.ops)
     graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)
+    graph = with_whole_batches(graph, captured.graph)
     return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")

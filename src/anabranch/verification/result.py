@@ -85,7 +85,7 @@ class VerifyResult:
                 "and no replicas (--microbatch-size, --max-replicas 1), or compute per sample what "
                 f"computes across samples: {some(self.foreign) or 'an index along them'}"
             )
-        if self.stateful:
+        if self.stateful and not self.exact:
             return (
                 f"the gradients differ by more than rounding: the forward changes "
                 f"{', '.join(self.stateful[:3])}, each replica its own copy; plan without replicas "

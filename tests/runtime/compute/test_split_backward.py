@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.conv = nn.Conv1d(1, 2, 3, padding=1)
         self.matrix = nn.Parameter(torch.randn(8, 32))
         self.groups = nn.GroupNorm(2, 4)
+        self.rows = nn.Linear(4, 4)
         self.twice = nn.Linear(8, 8)
         self.unused = nn.Linear(8, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
@@ -43,7 +44,9 @@ class Model(nn.Module):
         h = self.groups(last).flatten(
             1
         )  # its kernel ended the process when asked for weights alone
-        h = self.twice(torch.tanh(self.twice(h)))
+        rows = self.rows(h.view(-1, 2, 4))  # a view of a product
+        rows += 1
+        h = self.twice(torch.tanh(self.twice(rows.flatten(1))))
         h = h + self.cut(h.detach()) + self.chosen(h.argmax(1))
         return self.last(torch.relu(self.frozen(h))).square().mean()
 
@@ -109,8 +112,8 @@ def noting_stage(program: StageProgram) -> tuple[fx.GraphModule, WeightNotes]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_halves_are_bitwise_the_whole(program, late):
-    """At once and late: weights, biases, norms, tables, matrices, a layer that is called twice, and
-    what reads a detached value or an index.
+    """At once and late: weights, biases, norms, tables, matrices, a layer that is called twice, one
+    whose result is changed in place, and what reads a detached value or an index.
     """
     whole = run(program, halves=False)
     halves = run(program, halves=True, late=late)
@@ -137,7 +140,7 @@ def test_weights_that_can_wait(program):
     names = [name for name, p in program.module.named_parameters() if p in notes.parameters]
     assert sorted(names) == [
         "conv.bias", "conv.weight", "frozen.bias", "frozen.weight", "last.weight", "matrix",
-        "norm.bias", "norm.weight",
+        "norm.bias", "norm.weight", "rows.bias", "rows.weight",
     ]  # fmt: skip
 
 

@@ -72,8 +72,10 @@ class WeightNotes:
     def add(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Note the result of a call that reads these parameters."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if result.grad_fn is not None and trained:
-            self._calls.append(CallWithWeights(result.grad_fn, trained))
+        # A view, as of a linear layer's rows, gets another node where it is changed in place.
+        node = (result if result._base is None else result._base).grad_fn
+        if node is not None and trained:
+            self._calls.append(CallWithWeights(node, trained))
 
     def take(self) -> list[CallWithWeights]:
         """Return the calls of the last forward, last ones first."""
