@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.compiled import Floats, Table
+from anabranch.compiled import Table
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes, piece_count
 from anabranch.cost.communication import all_reduce_price, all_reduce_s, transfer_s
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
@@ -23,11 +23,6 @@ from anabranch.planner.auto.stage_records import (
     State,
 )
 from anabranch.planner.auto.stage_tables import operator_s
-
-
-def _clear_ports(ports: Floats) -> None:
-    for port in range(ports.shape[1]):
-        ports[0, port] = ports[1, port] = 0.0
 
 
 def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
@@ -60,7 +55,7 @@ def price_messages(problem: PricedModel, stages: Table[StageRecord], state: Stat
                     stage = stages[edge.ends[end]]
                     stage.seconds[0, way] += numbers.send
                     stage.seconds[1, way] += numbers.send
-    _clear_ports(state.ports)
+    state.ports[:] = 0.0
 
 
 def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
@@ -71,13 +66,14 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
 
-    Devices of a node take turns on their card, so what they send to one stage lies between what
-    they send to others. A message to one slower card so holds faster ones for longer than it uses
-    them: with R devices on a card for 1 - 1/R of the difference.
+    Devices of a node that sends what it has computed, or posts receives of what has been sent, take
+    turns on their card: messages of one edge lie between those of the others, and all wait for the
+    slowest card at the other ends. With R devices on a card of a stage they hold it for longer than
+    they use it, for 1 - 1/R of the difference to one that much slower.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
-    _clear_ports(loads)
+    loads[:] = 0.0
     b, c = source.microbatch, target.microbatch
     size, node = min(b, c), levels[0].devices
     start, copies, farthest = 0, 0, 0
@@ -106,13 +102,14 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
             link = max(edge.port_s[0, 0], edge.port_s[1, 0])
             card = max(edge.port_s[0, 1], edge.port_s[1, 1])
             edge.byte_s, edge.apart_s = link / size, max(0.0, card - link) / size
-    edge.latency = levels[farthest].latency
-    edge.far = 1 if farthest > 0 and node > 1 else 0
+    edge.latency, edge.far = levels[farthest].latency, 1 if farthest > 0 and node > 1 else 0
     slowest = max(edge.port_s[0, 1], edge.port_s[1, 1])
     for end in range(2):
         stage = state.stages[edge.ends[end]]
         edge.fixed[end] *= copies
-        edge.port_s[end, 1] += (slowest - edge.port_s[end, 1]) * (1 - stage.nodes / stage.devices)
+        if edge.far:
+            others, slower = 1 - stage.nodes / stage.devices, slowest / edge.port_s[end, 1]
+            stage.turns[end] = max(stage.turns[end], 1 + others * (slower - 1))
         for kind in range(2):
             edge.port_s[end, kind] /= max(b, c)
 
@@ -170,6 +167,47 @@ def free_at(inward: int, s: int, far: int, state: State) -> float:
     return free
 
 
+def busiest_port_s(batch_size: int, state: State) -> float:
+    """Return the seconds of the messages of a batch on the port that has most of them."""
+    longest = 0.0
+    for e in range(state.num_edges[0]):
+        edge = state.edges[e]
+        source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
+        size = min(source.microbatch, target.microbatch)
+        for way in range(2):
+            nbytes = message_bytes(edge, way, size) * batch_size / size
+            for end in range(2):
+                x, inward = edge.ends[end], int(end != way)
+                _occupy(edge, way, end, end, free_at(inward, x, edge.far, state), nbytes, state)
+                longest = max(longest, free_at(inward, x, edge.far, state))
+    return longest
+
+
+def _occupy(
+    edge: EdgeRecord, way: int, end: int, by: int, start: float, nbytes: float, state: State
+) -> None:
+    """A message takes the ports at an end of its edge from a start on, see ``send``."""
+    s = edge.ends[end]
+    stage, seconds = state.stages[s], nbytes * edge.port_s[end, 0]
+    for i in range(1 + edge.far * stage.nodes):
+        state.ports[int(end != way), state.ports_of[s, i]] = start + seconds
+        seconds = nbytes * edge.port_s[end, 1] * (stage.turns[end] if end == by else 1.0)
+
+
+def send(e: int, way: int, by: int, number: int, samples: int, start: float, state: State) -> None:
+    """Send a message of the receiver's micro-batch of a number as soon as its ports are free, from
+    a start on at the earliest; by the end of its edge that it has waited for.
+    """
+    edge = state.edges[e]
+    nbytes = message_bytes(edge, way, samples)
+    if nbytes > 0:
+        for end in range(2):
+            start = max(start, free_at(int(end != way), edge.ends[end], edge.far, state))
+        for end in range(2):
+            _occupy(edge, way, end, by, start, nbytes, state)
+    state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
+
+
 def hold_ports(s: int, start: float, seconds: float, state: State) -> float:
     """Take the ports of a ring in both directions as soon as they are free; return the end."""
     far = 1 if state.stages[s].nodes > 1 else 0
@@ -196,7 +234,7 @@ def updated_after(stages: Table[StageRecord], state: State) -> float:
         if stages[following].gather > 0:
             asked = hold_ports(following, asked, stages[following].gather, state)
         last = max(last, asked)
-    _clear_ports(state.ports)
+    state.ports[:] = 0.0
     return last
 
 
