@@ -24,6 +24,9 @@ from anabranch.planner.auto.stage_records import (
 )
 from anabranch.planner.auto.stage_tables import operator_s
 
+Shares = tuple[float, float]
+"""Of a sender and of a receiver."""
+
 
 def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
     """The level of the cluster on which these devices and all between them meet."""
@@ -66,10 +69,9 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
 
-    Devices of a node that sends what it has computed, or posts receives of what has been sent, take
-    turns on their card: messages of one edge lie between those of the others, and all wait for the
-    slowest card at the other ends. With R devices on a card of a stage they hold it for longer than
-    they use it, for 1 - 1/R of the difference to one that much slower.
+    Devices of a node take turns on their card: what they send to one stage, or post receives for
+    from one, lies between what is of others, and all of it waits for the slowest card at the other
+    ends. With R devices on a card messages hold it 1 - 1/R of the way as long as that one.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
@@ -178,25 +180,27 @@ def busiest_port_s(batch_size: int, state: State) -> float:
             nbytes = message_bytes(edge, way, size) * batch_size / size
             for end in range(2):
                 x, inward = edge.ends[end], int(end != way)
-                _occupy(edge, way, end, end, free_at(inward, x, edge.far, state), nbytes, state)
+                _occupy(edge, way, end, 1.0, free_at(inward, x, edge.far, state), nbytes, state)
                 longest = max(longest, free_at(inward, x, edge.far, state))
     return longest
 
 
 def _occupy(
-    edge: EdgeRecord, way: int, end: int, by: int, start: float, nbytes: float, state: State
+    edge: EdgeRecord, way: int, end: int, turns: float, start: float, nbytes: float, state: State
 ) -> None:
     """A message takes the ports at an end of its edge from a start on, see ``send``."""
     s = edge.ends[end]
     stage, seconds = state.stages[s], nbytes * edge.port_s[end, 0]
     for i in range(1 + edge.far * stage.nodes):
         state.ports[int(end != way), state.ports_of[s, i]] = start + seconds
-        seconds = nbytes * edge.port_s[end, 1] * (stage.turns[end] if end == by else 1.0)
+        seconds = nbytes * edge.port_s[end, 1] * (1 + turns * (stage.turns[end] - 1))
 
 
-def send(e: int, way: int, by: int, number: int, samples: int, start: float, state: State) -> None:
+def send(
+    e: int, way: int, number: int, samples: int, start: float, turns: Shares, state: State
+) -> None:
     """Send a message of the receiver's micro-batch of a number as soon as its ports are free, from
-    a start on at the earliest; by the end of its edge that it has waited for.
+    a start on at the earliest; with how much of it sender and receiver take turns at.
     """
     edge = state.edges[e]
     nbytes = message_bytes(edge, way, samples)
@@ -204,7 +208,7 @@ def send(e: int, way: int, by: int, number: int, samples: int, start: float, sta
         for end in range(2):
             start = max(start, free_at(int(end != way), edge.ends[end], edge.far, state))
         for end in range(2):
-            _occupy(edge, way, end, by, start, nbytes, state)
+            _occupy(edge, way, end, turns[int(end != way)], start, nbytes, state)
     state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
 
 

@@ -138,7 +138,8 @@ def _turn(stage: StageRecord, at: float) -> None:
 
 def _take(s: int, batch_size: int, state: State) -> None:
     """A stage takes the messages of its next action, as far as they are sent; for each one it posts
-    the receive of the next one, which may have waited for that. With the last it can begin.
+    the receive of the next one, which may have waited for that. With the last it can begin. Devices
+    that have sent take turns with those it waits for; with others all receives are posted at once.
     """
     stage = state.stages[s]
     way, size = stage.way, stage.microbatch
@@ -154,11 +155,13 @@ def _take(s: int, batch_size: int, state: State) -> None:
         sent = sender.done[way] * sender.microbatch
         if sent < stop:
             return
+        wait = max(0.0, state.arrivals[way, e, done] - stage.ready)
         stage.ready = max(stage.ready, state.arrivals[way, e, done])
         edge.posted[way] = done + 2
         samples = min(sent, batch_size, first + size) - first
         if samples > 0:
-            send(e, way, 1 - way, done + 1, samples, stage.ready, state)
+            share = wait / (wait + _period_s(stage)) if wait > 0 else 0.0
+            send(e, way, done + 1, samples, stage.ready, (share, 1.0), state)
         stage.taken += 1
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
@@ -310,7 +313,7 @@ def _run(
                 first, stop = low // size, -(-high // size)
             for j in range(first, min(stop, edge.posted[way])):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
-                send(e, way, way, j, samples, end, state)
+                send(e, way, j, samples, end, (1.0, 0.0), state)
         _turn(stage, end)
         _take(s, batch_size, state)
         for i in range(stage.edges[1 - way]):
