@@ -78,6 +78,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             draw(st.integers(1, 4)),
             bandwidth=draw(st.floats(1.0, 1e15)),
             latency_s=draw(st.floats(0, 1)),
+            cards=draw(st.integers(1, 8)) if i else 1,
         )
         for i in range(draw(st.integers(1, 3)))
     )

@@ -44,14 +44,6 @@ def test_link_is_the_slowest_on_the_way(a: int, b: int, expected: Link) -> None:
     assert RACKS.link(a, b) == RACKS.link(b, a) == expected
 
 
-def test_slowest_link_of_a_set() -> None:
-    """A set is as slow as its two most distant members, in whatever order they are given."""
-    assert RACKS.slowest_link([2, 0, 3]).level == 0
-    assert RACKS.slowest_link([5, 0, 3]).level == 1
-    assert RACKS.slowest_link([23, 1]).level == 2
-    assert RACKS.slowest_link([7]).level == 0
-
-
 def ports(cluster: Cluster, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
     """What a transfer occupies, in words; every number is one of the cluster's."""
     numbers = cluster.ports(a, b)
@@ -85,9 +77,74 @@ def test_devices_of_a_node_share_its_card() -> None:
     assert card not in ports(RACKS, 5, 8)
 
 
+NICS = Cluster(
+    "nics",
+    "h100",
+    GIB,
+    (
+        Level("node", 4, bandwidth=40.0, latency_s=0.0),
+        Level("rack", 2, bandwidth=10.0, latency_s=1.0, cards=2),
+        Level("hall", 2, bandwidth=8.0, latency_s=2.0, cards=8),
+    ),
+)
+"""Racks of 2 nodes of 4 devices: a card for two devices of a node, an uplink for each of a rack."""
+
+
+def test_a_device_goes_through_its_own_card():
+    """Devices 0 and 1 have the first card of node 0, 2 and 3 the second; node 1 has cards 2 and 3.
+    Between racks a device has an uplink besides.
+    """
+    assert ports(NICS, 1, 6) == (("out", 0, 1), ("in", 0, 6), ("out", 1, 0), ("in", 1, 3))
+    assert not set(ports(NICS, 1, 6)) & set(ports(NICS, 2, 5))
+    assert ports(NICS, 3, 12)[2:] == (("out", 1, 1), ("in", 1, 6), ("out", 2, 3), ("in", 2, 12))
+    assert NICS.num_ports == 2 * (16 + 8 + 16)
+
+
+@pytest.mark.parametrize(
+    ("devices", "bandwidth", "latency_s"),
+    [
+        ((0, 1, 2), 40.0, 0.0),  # in a node
+        ((0, 4), 10.0, 1.0),  # one device, one card per node
+        ((0, 1, 4, 5), 10.0, 1.0),  # two devices that share a card
+        ((0, 2, 4, 6), 20.0, 1.0),
+        ((0, 1, 2, 3, 6), 10.0, 1.0),  # all go through the only card of the second node
+        (range(8), 20.0, 1.0),
+        ((0, 8), 8.0, 2.0),
+        (range(16), 20.0, 2.0),  # between racks there are eight uplinks, of 64 together
+    ],
+)
+def test_a_ring_has_all_cards_of_its_devices(devices, bandwidth, latency_s):
+    """As many as in the node or rack that has fewest, and their ports in both directions."""
+    ring = NICS.ring(devices)
+    assert (ring.bandwidth, ring.latency_s) == (bandwidth, latency_s)
+    assert ring.bandwidth <= NICS.fastest_ring(len(devices), ring.level).bandwidth
+    passed = {NICS.port(number) for number in NICS.ring_ports(devices)}
+    others = [(a, b) for a in devices for b in devices if a != b]
+    assert passed == {port for pair in others for port in ports(NICS, *pair)}
+
+
+def test_replicas_spread_evenly_have_most_cards():
+    """Nine replicas on nodes of 8 with a card each: 8 and 1 meet on one, 5 and 4 on four."""
+    nodes = Cluster.preset("dgx-h100:2x8")
+    assert nodes.ring(range(9)).bandwidth == 50 * GB
+    assert nodes.fastest_ring(9, 1).bandwidth == nodes.ring((*range(4), *range(8, 13))).bandwidth
+    assert nodes.ring(range(16)).bandwidth == 400 * GB
+
+
+def test_devices_without_a_card_of_their_own_share():
+    """Three cards of five devices: two, two and one; of more cards than devices one each."""
+    levels = Level("node", 5, 1.0, 0.0), Level("network", 2, 1.0, 0.0, cards=3)
+    odd = Cluster("odd", "cpu", GIB, levels)
+    assert [ports(odd, d, (d + 5) % 10)[2][2] for d in range(10)] == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
+    assert Cluster.preset("dgx-h100:2x3").cards == (1, 3)
+    assert Cluster.preset("dgx-h100:2x3").link(0, 5).bandwidth == 50 * GB
+
+
 @given(st.data())
 def test_properties_of_links(data: st.DataObject) -> None:
-    """Links are symmetric, and none is better than the one to the neighbour."""
+    """Links are symmetric, and none is better than the one to the neighbour; no devices have a
+    faster ring than as many spread evenly.
+    """
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     levels = tuple(
         Level(
@@ -95,6 +152,7 @@ def test_properties_of_links(data: st.DataObject) -> None:
             size,
             bandwidth=data.draw(st.floats(1, 1e12)),
             latency_s=data.draw(st.floats(0, 1)),
+            cards=data.draw(st.integers(1, 9)) if i else 1,
         )
         for i, size in enumerate(sizes)
     )
@@ -109,6 +167,10 @@ def test_properties_of_links(data: st.DataObject) -> None:
     # Both ends of a port are mirrored on the way back.
     back = {("in" if way == "out" else "out", level, g) for way, level, g in ports(cluster, b, a)}
     assert set(ports(cluster, a, b)) == back
+    chosen = sorted(data.draw(st.sets(device, min_size=2)) if cluster.num_devices > 1 else {a})
+    level = cluster.link(0, len(chosen) - 1).level
+    assert cluster.ring(chosen).bandwidth <= cluster.fastest_ring(len(chosen), level).bandwidth
+    assert len(cluster.ring_ports(chosen)) == len(set(cluster.ring_ports(chosen)))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +180,7 @@ def test_properties_of_links(data: st.DataObject) -> None:
         ("dapple-a:2x8", 16, "v100", 16 * GIB, 3.125 * GB),
         ("dapple-b:16", 16, "v100", 16 * GIB, 3.125 * GB),
         ("dapple-c:16", 16, "v100", 16 * GIB, 1.25 * GB),
-        ("dgx-h100:4x8", 32, "h100", 80 * GB, 400 * GB),
+        ("dgx-h100:4x8", 32, "h100", 80 * GB, 50 * GB),
     ],
 )
 def test_presets(text: str, devices: int, device: str, memory: int, across: float) -> None:
@@ -177,6 +239,7 @@ def test_unknown_preset(text: str) -> None:
     ("fields", "message"),
     [
         ({"size": 0}, "level node has size 0"),
+        ({"cards": 0}, "level node has 0 cards"),
         ({"bandwidth": 0.0}, "level node has bandwidth 0.0 bytes/s"),
         ({"bandwidth": float("inf")}, "level node has bandwidth inf"),
         ({"bandwidth": float("nan")}, "level node has bandwidth nan"),
@@ -197,6 +260,8 @@ def test_broken_cluster() -> None:
         Cluster("empty", "cpu", GIB, ())
     with pytest.raises(ValueError, match="cluster tiny has 0 bytes"):
         Cluster("tiny", "cpu", 0, (Level("host", 1, 1e9, 0.0),))
+    with pytest.raises(ValueError, match="level host has 8 cards, but in the innermost level"):
+        Cluster("misplaced", "cpu", GIB, (Level("host", 8, 1e9, 0.0, cards=8),))
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 24), (24, 0), (-1, 0), (24, 25)])

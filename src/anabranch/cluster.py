@@ -2,11 +2,11 @@
 
 Devices are numbered so that neighbours share the innermost level::
 
-    summit:2x4    level 1 (network)   [           card           ] [           card           ]
-                  level 0 (NVLink)    [ 0      1      2      3   ] [ 4      5      6      7   ]
+    two cards     level 1 (network)   [    card         card     ] [    card         card     ]
+    per node      level 0 (NVLink)    [ 0      1      2      3   ] [ 4      5      6      7   ]
 
 Inside the innermost group every device has a link of its own, in each direction. From level 1 on,
-what joins two groups is a network card per group that all its devices share, in each direction.
+what joins two groups are network cards of each group that its devices share, in each direction.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count
 from operator import mul
@@ -35,16 +35,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the hierarchy: ``size`` members of the level below, and what connects them."""
+    """One level of the hierarchy: ``size`` members of the level below, and what connects them.
+
+    Attributes:
+        bandwidth: bytes/s of a device's link or of one card.
+        cards: network cards of each member. Its devices in order are shared out among them as
+            evenly as can be, so 8 devices with 4 cards have one for two each, with 3 one for 3, 3
+            and 2. Of more cards than devices each device has one.
+    """
 
     name: str
     size: int
     bandwidth: float
     latency_s: float
+    cards: int = 1
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"level {self.name} has size {self.size}; at least 1 is needed")
+        if self.cards < 1:
+            raise ValueError(f"level {self.name} has {self.cards} cards; at least 1 is needed")
         if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)):
             raise ValueError(
                 f"level {self.name} has bandwidth {self.bandwidth} bytes/s; "
@@ -156,6 +166,11 @@ class Cluster:
             raise ValueError(
                 f"cluster {self.name} has {self.memory_bytes} bytes of memory per device"
             )
+        if self.levels[0].cards > 1:
+            raise ValueError(
+                f"level {self.levels[0].name} has {self.levels[0].cards} cards, but in the "
+                "innermost level every device has a link; cards stand in the level above"
+            )
 
     @cached_property
     def num_devices(self) -> int:
@@ -166,6 +181,12 @@ class Cluster:
     def group_sizes(self) -> tuple[int, ...]:
         """Devices in one group of each level, innermost first."""
         return tuple(accumulate((level.size for level in self.levels), mul))
+
+    @cached_property
+    def cards(self) -> tuple[int, ...]:
+        """Cards that the devices of a member of each level use, at most one per device."""
+        sizes = (1, *self.group_sizes[:-1])
+        return tuple(min(level.cards, n) for level, n in zip(self.levels, sizes, strict=True))
 
     @cached_property
     def shared_cores(self) -> int:
@@ -202,40 +223,61 @@ class Cluster:
         latencies = accumulate((level.latency_s for level in self.levels), max)
         return tuple(map(Link, bandwidths, latencies, count()))
 
-    def slowest_link(self, devices: Iterable[int]) -> Link:
-        """The slowest link among a set of devices."""
-        chosen = sorted(devices)
-        return self.link(chosen[0], chosen[-1])
+    def ring(self, devices: Sequence[int]) -> Link:
+        """The slowest link of a ring over ascending devices, as NCCL lays several at once: through
+        all cards that these devices have, as many as in the group that has fewest.
+        """
+        counts = (fewest_cards(devices, *level[:2]) for level in self._port_levels)
+        return self._ring(self.link(devices[0], devices[-1]), counts)
+
+    def fastest_ring(self, replicas: int, level: int) -> Link:
+        """The slowest link of a ring over so many devices that meet at a level, where they are
+        spread evenly over as few groups as can be.
+        """
+        spread = (replicas // max(2, -(-replicas // size)) for size, *_ in self._port_levels)
+        counts = (min(cards, max(1, n)) for cards, n in zip(self.cards, spread, strict=True))
+        return self._ring(self.level_link(level), counts)
+
+    def _ring(self, link: Link, counts: Iterable[int]) -> Link:
+        cards = zip(self.levels[: link.level + 1], counts, strict=False)
+        return replace(link, bandwidth=min(level.bandwidth * count for level, count in cards))
 
     def ports(self, a: int, b: int) -> tuple[int, ...]:
         """Ports that a transfer from a to b occupies, out of a and into b in turn; see ``port``."""
         occupied = list[int]()
-        for size, first in self._port_levels[: self.link(a, b).level + 1]:
-            occupied += (first + 2 * (a // size), first + 2 * (b // size) + 1)
+        for size, cards, first in self._port_levels[: self.link(a, b).level + 1]:
+            occupied += (first + 2 * (a * cards // size), first + 2 * (b * cards // size) + 1)
         return tuple(occupied)
 
-    def port(self, number: int) -> tuple[str, int, int]:
-        """A port: "out" or "in", level, group.
+    def ring_ports(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """Ports that a ring over ascending devices occupies, of all their cards."""
+        levels = self._port_levels[: self.link(devices[0], devices[-1]).level + 1]
+        outs = (first + 2 * (d * cards // size) for size, cards, first in levels for d in devices)
+        return tuple(port + into for port in dict.fromkeys(outs) for into in (0, 1))
 
-        At level 0 the port belongs to the device; at level i to the group of level i - 1.
+    def port(self, number: int) -> tuple[str, int, int]:
+        """A port: "out" or "in", level, and device at level 0, from level 1 on card.
+
+        Cards are numbered over all groups: those of group g of level i - 1 begin at
+        ``g * cards[i]``.
         """
-        level = sum(first <= number for _, first in self._port_levels) - 1
-        group, into = divmod(number - self._port_levels[level][1], 2)
-        return "in" if into else "out", level, group
+        level = sum(first <= number for *_, first in self._port_levels) - 1
+        card, into = divmod(number - self._port_levels[level][2], 2)
+        return "in" if into else "out", level, card
 
     @cached_property
     def num_ports(self) -> int:
         """Number of ports of all levels."""
-        size, first = self._port_levels[-1]
-        return first + 2 * (self.num_devices // size)
+        size, cards, first = self._port_levels[-1]
+        return first + 2 * cards * (self.num_devices // size)
 
     @cached_property
-    def _port_levels(self) -> list[tuple[int, int]]:
-        """Per level, devices behind a port of it, and the first of these ports."""
-        levels, first = list[tuple[int, int]](), 0
-        for size in (1, *self.group_sizes[:-1]):
-            levels.append((size, first))
-            first += 2 * (self.num_devices // size)
+    def _port_levels(self) -> list[tuple[int, int, int]]:
+        """Per level, devices of a member, their cards, and the first port."""
+        levels, first = list[tuple[int, int, int]](), 0
+        for size, cards in zip((1, *self.group_sizes[:-1]), self.cards, strict=True):
+            levels.append((size, cards, first))
+            first += 2 * cards * (self.num_devices // size)
         return levels
 
     @staticmethod
@@ -255,6 +297,22 @@ class Cluster:
                 "at least 1 for N, NODES and DEVICES"
             )
         return build(text, *numbers)
+
+
+def fewest_cards(devices: Iterable[int], size: int, cards: int) -> int:
+    """Number of cards that ascending devices have in the group of so many devices and cards in
+    which they have fewest.
+    """
+    if cards == 1:
+        return 1
+    fewest, used, before = cards, 0, -1
+    for device in devices:
+        card = device * cards // size
+        if card != before:
+            if used > 0 and card // cards != before // cards:
+                fewest, used = min(fewest, used), 0
+            used, before = used + 1, card
+    return min(fewest, used)
 
 
 def _host(name: str, devices: int) -> Cluster:
@@ -278,15 +336,16 @@ def _nodes(
     node_bandwidth: float,
     network_bandwidth: float,
     network_latency_s: float,
+    cards: int = 1,
 ) -> Callable[..., Cluster]:
     """Nodes of equal devices, one if their number is not given, with a network between them.
 
-    Bandwidths are those between devices of a node, and of the network card of a node.
+    Bandwidths are those between devices of a node, and of each network card of a node.
     """
 
     def cluster(name: str, nodes: int, devices: int = 1) -> Cluster:
         node = Level("node", devices, node_bandwidth, latency_s=5e-6)
-        network = Level("network", nodes, network_bandwidth, network_latency_s)
+        network = Level("network", nodes, network_bandwidth, network_latency_s, cards)
         return Cluster(name, device, memory_bytes, levels=(node, network))
 
     return cluster
@@ -304,6 +363,6 @@ PRESETS: dict[str, tuple[str, Callable[..., Cluster]]] = {
     "dapple-c": ("N", _nodes("v100", 16 * GIB, 45 * GB, 10 / 8 * GB, 30e-6)),
     # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400
     # Gb/s per node.
-    "dgx-h100": ("NODESxDEVICES", _nodes("h100", 80 * GB, 450 * GB, 400 * GB, 10e-6)),
+    "dgx-h100": ("NODESxDEVICES", _nodes("h100", 80 * GB, 450 * GB, 50 * GB, 10e-6, cards=8)),
 }
 """Name -> the numbers that follow its colon, and what builds it from them."""

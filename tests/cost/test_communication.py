@@ -25,8 +25,10 @@ def test_an_all_reduce_sends_all_but_one_share_twice():
     assert [all_reduce_price(*link, ranks)[1] for ranks in (2, 3, 5, 1024)] == [1.0, 2.0, 3.0, 10.0]
 
 
-def cluster(*levels: tuple[int, float]) -> Cluster:
-    found = tuple(Level(f"level {i}", *level, 0.0) for i, level in enumerate(levels))
+def cluster(*levels: tuple[int, float], cards: int = 1) -> Cluster:
+    found = tuple(
+        Level(f"level {i}", *level, 0.0, cards if i else 1) for i, level in enumerate(levels)
+    )
     return Cluster("levels", "cpu", 10**9, found)
 
 
@@ -42,6 +44,12 @@ def cluster(*levels: tuple[int, float]) -> Cluster:
 def test_devices_of_a_node_share_its_card(devices, per_byte_s):
     """Two nodes of four."""
     assert border_price(cluster((4, 100.0), (2, 50.0)), devices) == per_byte_s
+
+
+@pytest.mark.parametrize(("cards", "sharing"), [(2, 2), (3, 2), (4, 1), (8, 1)])
+def test_a_card_has_its_own_devices_only(cards, sharing):
+    """Of four, the most that one of so many cards has."""
+    assert border_price(cluster((4, 100.0), (2, 50.0), cards=cards), 4) == sharing / 50
 
 
 def test_the_only_node_has_no_card():

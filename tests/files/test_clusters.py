@@ -24,6 +24,15 @@ def test_cluster_by_eye(tmp_path: Path) -> None:
     assert cluster.memory_bytes == 16 * 2**30
 
 
+def test_cards_are_written_where_there_are_several(tmp_path: Path) -> None:
+    """So that files of one card per group stay as they were."""
+    for name, cards in (("summit:2x4", [{}, {}]), ("dgx-h100:2x8", [{}, {"cards": 8}])):
+        save_cluster(Cluster.preset(name), tmp_path / "c.json")
+        assert load_cluster(tmp_path / "c.json") == Cluster.preset(name)
+        levels = json.loads((tmp_path / "c.json").read_text())["levels"]
+        assert [{k: v for k, v in level.items() if k == "cards"} for level in levels] == cards
+
+
 @same_folder
 @given(cluster=clusters())
 def test_cluster_comes_back(cluster: Cluster, tmp_path: Path) -> None:

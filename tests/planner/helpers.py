@@ -41,13 +41,14 @@ def cluster(
     memory: int = 10**9,
     bandwidth: float = FAST,
     card: float | None = None,
+    cards: int = 1,
     latency_s: float = 0.0,
 ) -> Cluster:
-    """Devices on one level, or in nodes of ``node`` that share a card."""
+    """Devices on one level, or in nodes of ``node`` that share cards."""
     inner = Level("node", node or devices, bandwidth, latency_s)
     levels = (inner,)
     if node and node < devices:
-        levels = (inner, Level("network", devices // node, card or bandwidth, latency_s))
+        levels = (inner, Level("network", devices // node, card or bandwidth, latency_s, cards))
     return Cluster(f"{devices} devices", "cpu", memory, levels)
 
 

@@ -171,7 +171,7 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         k = int(runs.index_of[mode.replicas])
         both = runs.forward_s[k] + runs.backward_s[k]
         assert both[case.stop] - both[case.start] == compute
-        rings = runs.rings_s[cost.cluster.slowest_link(range(mode.replicas)).level, k]
+        rings = runs.rings_s[cost.cluster.ring(range(mode.replicas)).level, k]
         assert rings[case.start, case.stop] == reduce_s
         assert runs.entering[case.start, case.stop] == border.entering.at(case.size)
         assert runs.gradients[case.start, case.stop] == border.leaving_gradients.at(case.size)
@@ -187,7 +187,7 @@ def test_tables_are_summed_by_their_rows():
     dense = case.cost()
     sparse = replace(dense, sparse_embeddings=True, batch_size=case.size * COUNT)
     for cost, nbytes in ((dense, 1000), (sparse, 600)):
-        per_byte, latency_s = cost.all_reduce_price(range(2), 2)
+        per_byte, latency_s = cost.all_reduce_price(range(2))
         ring_s = nbytes * per_byte + latency_s
         ((_, period_s, _), *_), (load_s, _) = listed(case, cost), piper(case, cost)
         assert period_s == load_s == ring_s / COUNT

@@ -18,10 +18,16 @@ Edges = tuple[tuple[int, int], ...]
 
 
 def cluster(
-    *sizes: int, bandwidth: float = 1e15, latency_s: float = 0.0, memory_bytes: int = 10**9
+    *sizes: int,
+    bandwidth: float = 1e15,
+    latency_s: float = 0.0,
+    memory_bytes: int = 10**9,
+    cards: int = 1,
 ) -> Cluster:
-    """Levels of equal links, innermost first."""
-    levels = tuple(Level(f"l{i}", n, bandwidth, latency_s) for i, n in enumerate(sizes))
+    """Levels of equal links, innermost first, and groups with so many cards."""
+    levels = tuple(
+        Level(f"l{i}", n, bandwidth, latency_s, cards if i else 1) for i, n in enumerate(sizes)
+    )
     return Cluster("test", "v100", memory_bytes, levels)
 
 
@@ -95,7 +101,8 @@ def priced_stage_graphs(draw: st.DrawFn) -> tuple[StageGraph, CostModel, str]:
     """
     graph = draw(stage_graphs(max_stages=4))
     whole = st.lists(st.integers(0, 4), min_size=len(graph), max_size=len(graph))
-    machines = cluster(2, -(-len(graph.devices) // 2), bandwidth=2, latency_s=0.5)
+    cards, nodes = draw(st.integers(1, 2)), -(-len(graph.devices) // 2)
+    machines = cluster(2, nodes, bandwidth=2, latency_s=0.5, cards=cards)
     if draw(st.booleans()):
         machines = replace(machines, cores=2, calibration=draw(st.none() | calibrations()))
     cost = cost_model(

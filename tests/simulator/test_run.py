@@ -161,6 +161,25 @@ def test_a_node_shares_its_network_card():
     assert [(s.start, s.end) for s in sends] == [(1, 3), (1, 3)]
 
 
+def test_devices_with_cards_of_their_own_do_not_wait_for_each_other():
+    """The same messages with two cards in each node; and an all-reduce of one device per node has
+    one card, of both devices two: 2 * 1/2 * 8 bytes at 1 byte/s, 2 * 3/4 * 8 at 2.
+    """
+    edges = ((0, 2), (1, 3))
+    machines = cluster(2, 2, bandwidth=1, cards=2)
+    cost = cost_model(edges, [1] * 4, [1] * 4, machines, value_bytes=2)
+    graph = stage_graph(edges, [(0,), (1,), (2,), (3,)], 1)
+    sends = [s for s in simulate(graph, cost).spans if s.action.kind is Kind.SEND_FORWARD]
+    assert [(s.start, s.end) for s in sends] == [(1, 3), (1, 3)]
+    faster = replace(
+        machines, levels=(replace(machines.levels[0], bandwidth=9.0), machines.levels[1])
+    )
+    summing = cost_model((), [1], [1], faster, parameter_bytes=8)
+    for devices, seconds in (((0, 2), 8.0), ((0, 1, 2, 3), 6.0)):
+        timeline = simulate(stage_graph((), [devices], 4, [4]), summing)
+        assert timeline.step_s - timeline.makespan_s == seconds
+
+
 def test_a_receive_is_posted_for_one_microbatch():
     """Stage 1 takes 9 s; message 2 moves only when micro-batch 1 has been taken."""
     cost = cost_model(chain(2), [1, 9], [1, 1], cluster(2, bandwidth=1), value_bytes=1)

@@ -269,17 +269,18 @@ def test_an_all_gather_waits_for_the_sums_of_all():
     assert gathers == dict.fromkeys(range(4), (4.5, 5.0))
 
 
-def test_gathers_share_ports_as_sums_do():
-    """Two rings over the same network cards take turns, sharded optimizer or not: 2 * 8 s in all;
-    a gather is no work of processors that ranks share.
+@pytest.mark.parametrize(("cards", "seconds"), [(1, 16.0), (2, 8.0)])
+def test_gathers_share_ports_as_sums_do(cards, seconds):
+    """Two rings over the same network cards take turns, sharded optimizer or not: 2 * 8 s in all,
+    but at once where each has a card; a gather is no work of processors that ranks share.
     """
-    machines = replace(cluster(2, 2, bandwidth=1.0), cores=1)
+    machines = replace(cluster(2, 2, bandwidth=1.0, cards=cards), cores=1)
     cost = cost_model(chain(2), [0, 0], [0, 0], machines, parameter_bytes=8)
     rows = [((0, 2), 2), ((1, 3), 2)]
     stages = (Stage((f"op{s}",), devices, size) for s, (devices, size) in enumerate(rows))
     graph = SCHEDULES["1f1b"]().warm_up(StageGraph(tuple(stages), ((0, 1),), 2))
     for shard in (False, True):
-        assert simulate(graph, replace(cost, shard_optimizer=shard)).step_s == 16.0
+        assert simulate(graph, replace(cost, shard_optimizer=shard)).step_s == seconds
 
 
 def test_steps_in_a_row_read_their_batches():

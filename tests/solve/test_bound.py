@@ -211,6 +211,7 @@ def test_no_step_is_below_the_bound(drawn):
 @given(
     planning_profiles(4, series_parallel=False),
     st.sampled_from([(1, None), (2, None), (3, None), (4, None), (4, 2), (4, 1), (6, 2), (6, 3)]),
+    st.integers(1, 3),
     st.integers(1, 8),
     st.sampled_from([1.0, 4.0, 1e9]),
     st.sampled_from([0.0, 0.0, 2.0]),
@@ -218,16 +219,17 @@ def test_no_step_is_below_the_bound(drawn):
     st.sampled_from([0, 0, 8]),
 )
 def test_no_plan_of_a_small_model_is_below_the_bound(
-    profile, devices, batch, bandwidth, latency, shared, heavy
+    profile, devices, cards, batch, bandwidth, latency, shared, heavy
 ):
     """Of all partitions, replicas and micro-batch sizes, under the schedules of the planner, on one
-    level of links and on nodes that share a network card; one operator may have most gradients.
+    level of links and on nodes that share network cards; one operator may have most gradients.
     """
     *others, last = profile.graph.parameters
     parameters = (*others, replace(last, nbytes=last.nbytes + heavy))
     profile = replace(profile, graph=replace(profile.graph, parameters=parameters))
     total, node = devices
-    links = {"node": node, "bandwidth": bandwidth, "latency_s": latency}
+    network = {"card": bandwidth / 3, "cards": cards, "latency_s": latency}
+    links = {"node": node, "bandwidth": bandwidth, **network}
     cost = replace(planning_cost(profile, total, **links), shard_optimizer=shared)
     bound = step_bound(cost, batch)
     assert bound >= work_floor(cost, batch) * (1 - 1e-3)

@@ -101,6 +101,16 @@ def test_the_busiest_link_carries_messages_and_sums():
     assert found.what.endswith(" device 2")
 
 
+@pytest.mark.parametrize(("cards", "where"), [(1, "out of node 1"), (2, "out of card 1 of node 1")])
+def test_the_busiest_link_may_be_a_card(cards, where):
+    """Devices 6 and 7, on the second node, send 8 bytes each to the first at 2 bytes/s."""
+    edges, machines = ((0, 2), (1, 3)), cluster(4, 2, bandwidth=2.0, cards=cards)
+    cost = cost_model(edges, [1] * 4, [1] * 4, machines, value_bytes=2)
+    graph = a_plan(stage_graph(edges, [(6,), (7,), (0,), (1,)], 4)).stage_graph
+    (found,) = (floor for floor in floors_of(graph, cost) if floor.kind == "busiest_link")
+    assert (found.seconds, found.what) == (8.0, where)
+
+
 def test_all_reduces_of_the_plan_and_of_data_parallelism():
     """Stage 0 sums 6 bytes over two devices, 1 byte/s: 6 s. Data parallelism sums 12 over three."""
     cost = cost_model(chain(2), [1, 1], [1, 1], cluster(3, bandwidth=1.0), parameter_bytes=6)

@@ -38,7 +38,7 @@ def all_reduce_price(
     from some hundred ranks on. Gloo has a ring alone.
 
     Args:
-        bandwidth: of the slowest link among the ranks, as for the latency.
+        bandwidth: of the slowest link among the ranks, see ``Cluster.ring``, as for the latency.
         ranks: how many sum their gradients.
         updates: how often.
     """
@@ -54,12 +54,13 @@ def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Numbe
 def border_price(cluster: Cluster, devices: int) -> float:
     """Seconds per byte that each of so many devices of a stage pays for what crosses its border.
 
-    From level 1 on the devices of a group share its network card. All is taken to leave the node,
+    From level 1 on the devices of a group share its network cards. All is taken to leave the node,
     unless the whole cluster is one.
     """
     worst = 1 / cluster.levels[0].bandwidth
     for level in range(1, len(cluster.levels)):
         group = cluster.group_sizes[level - 1]
         if cluster.num_devices > group:
-            worst = max(worst, min(devices, group) / cluster.levels[level].bandwidth)
+            shared = -(-group // cluster.cards[level])
+            worst = max(worst, min(devices, shared) / cluster.levels[level].bandwidth)
     return worst

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.cluster import Calibration, Cluster
+from anabranch.cluster import Calibration, Cluster, Link
 from anabranch.compiled import Floats
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_price, all_reduce_s, border_price
@@ -177,20 +177,19 @@ class CostModel:
         """Seconds per byte that each of so many devices of a stage pays for its border."""
         return border_price(self.cluster, devices)
 
-    def all_reduce_price(self, devices: Sequence[int], ranks: int) -> tuple[float, float]:
-        """Seconds per byte and of latency of the all-reduces of a batch.
+    def all_reduce_price(self, devices: Sequence[int]) -> tuple[float, float]:
+        """Seconds per byte and of latency of the all-reduces of a batch over ascending devices."""
+        return self.ring_price(self.cluster.ring(devices), len(devices))
 
-        Args:
-            devices: the first and the last on the way of the ring, at least.
-        """
-        link = self.cluster.slowest_link(devices)
+    def ring_price(self, link: Link, ranks: int) -> tuple[float, float]:
+        """Likewise over so many devices with this slowest link among them."""
         return all_reduce_price(link.bandwidth, link.latency_s, ranks, self.updates)
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
-        """Seconds of an all-reduce over these devices, on the slowest link among them, as often
-        as the weights are updated.
+        """Seconds of an all-reduce over these devices in ascending order, on the slowest link among
+        them, as often as the weights are updated.
         """
-        return float(all_reduce_s(nbytes, *self.all_reduce_price(devices, len(devices))))
+        return float(all_reduce_s(nbytes, *self.all_reduce_price(devices)))
 
     @property
     def calibration(self) -> Calibration:

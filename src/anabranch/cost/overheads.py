@@ -72,7 +72,7 @@ def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
     if cluster.calibration is None or ranks < 2:
         return 0.0, 0.0
     device_s = (ranks - 1) * cluster.calibration.message_s
-    return device_s, cluster.slowest_link((0, ranks - 1)).latency_s
+    return device_s, cluster.link(0, ranks - 1).latency_s
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:

@@ -51,10 +51,13 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
 
 
 class _LevelEntry(Strict):
+    brief = ("cards",)
+
     name: Text
     size: Annotated[int, Field(ge=1, le=LIMITS.devices)]
     bandwidth: Annotated[float, Field(alias="bandwidth_bytes_per_s", gt=0, le=1e18)]
     latency_s: Seconds
+    cards: Annotated[int, Field(ge=1, le=LIMITS.devices)] = 1
 
 
 class _MachineEntry(Strict):

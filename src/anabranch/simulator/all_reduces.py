@@ -92,8 +92,9 @@ def all_reduce_of(
         final = tuple(holder.readers[parameter.name] for holder in holders)
         is_whole = summed == parameter.nbytes
         (whole if is_whole else by_rows).append(_Gradient(summed, final))
+    price = cost.all_reduce_price(ring)
     buckets = [
-        _bucket(cost, gradients, ring)
+        _bucket(gradients, price)
         for kind in (whole, by_rows)
         for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
     ]
@@ -101,7 +102,7 @@ def all_reduce_of(
     own_s = all_reduce_work_s(
         cost.calibration, total, len(ring), buckets=len(buckets), shares=cost.shard_optimizer
     )
-    stages, ports = tuple(range(len(holders))), _ring_ports(cost, ring)
+    stages, ports = tuple(range(len(holders))), cost.cluster.ring_ports(ring)
     work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
     if not cost.shard_optimizer:
         return work
@@ -120,17 +121,10 @@ def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parame
     return min(parameter.nbytes, ring_bytes(parameter.table, samples, devices))
 
 
-def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
+def _bucket(gradients: Sequence[_Gradient], price: tuple[float, float]) -> Piece:
     nbytes = sum(gradient.nbytes for gradient in gradients)
     final = tuple(map(min, zip(*(gradient.final for gradient in gradients), strict=True)))
-    seconds = transfer_s(nbytes, *cost.all_reduce_price(devices, len(devices)))
-    return Piece(nbytes, float(seconds), final)
-
-
-def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[int, ...]:
-    after = devices[1:] + devices[:1]
-    ports = (p for a, b in zip(devices, after, strict=True) for p in cost.route(a, b).ports)
-    return tuple(dict.fromkeys(ports))
+    return Piece(nbytes, float(transfer_s(nbytes, *price)), final)
 
 
 def _sharded(work: AllReduce, gather_work_s: float) -> AllReduce:

@@ -213,7 +213,9 @@ class _Relaxation:
             passes = batch_size / replicas / samples[fitting, None]
             compute_s = passes * (forward_s + backward_s)[fitting]
             returned_s = (passes * (forward_s + inputs_s)[fitting]).min(axis=0)
-            byte_s, latency_s = cost.all_reduce_price((0, row), replicas)
+            level = cost.cluster.link(0, row).level
+            ring = cost.cluster.fastest_ring(replicas, level)
+            byte_s, latency_s = cost.ring_price(ring, replicas)
             busy[row] = compute_s.min(axis=0) + update_s / replicas
             alone_s = busy[row] + transfer_s(held.summed, byte_s, latency_s)
             least[row] = before_s + np.maximum(alone_s, returned_s + behind_s)
@@ -225,7 +227,8 @@ class _Relaxation:
             if replicas <= min(shape[0] - 1, batch_size):
                 apart_s = np.inf
                 if replicas > 1:
-                    price = cost.all_reduce_price((0, replicas), replicas)
+                    outer = cost.cluster.link(0, replicas).level
+                    price = cost.ring_price(cost.cluster.fastest_ring(replicas, outer), replicas)
                     apart_s = before_s + busy[replicas - 1] + transfer_s(held.summed, *price)
                 filled_s = _filled_s(cost, batch_size, level, samples, forward_s, backward_s)
                 filled_s += update_s / replicas
@@ -271,7 +274,7 @@ def _filled_s(
     """
     replicas = cost.cluster.group_sizes[level]
     summed = cost.own_parameter_bytes.summed
-    byte_s, latency_s = cost.all_reduce_price((0, replicas - 1), replicas)
+    byte_s, latency_s = cost.all_reduce_price(range(replicas))
     most = samples[samples <= max(-(-batch_size // replicas), samples[0])]
     forward_s, backward_s = (
         np.minimum.accumulate(seconds[: len(most)] / most[:, None], axis=0)
@@ -283,7 +286,8 @@ def _filled_s(
     fewest = batch_size / replicas - np.ceil(batch_size / sizes) * (1 - 1 / replicas)
     forwards_s = np.maximum(fewest, 0.0)[:, None] * forward_s
     inside_s = forwards_s + np.maximum(fewest - most, 0.0)[:, None] * backward_s + summed * byte_s
-    bandwidth = cost.cluster.level_link(level + 1).bandwidth
+    # Of its cards one has as much as the mean or more, and the last device to begin waits for it.
+    bandwidth = cost.cluster.level_link(level + 1).bandwidth * cost.cluster.cards[level + 1]
     came_s = np.zeros_like(inside_s)
     made = Counter(value.producer for value in cost.graph.values)
     for value in sorted(cost.graph.values, key=lambda value: value.producer):

@@ -65,10 +65,13 @@ def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
     if not carried:
         return Floor("busiest_link", 0.0, "nothing is sent", False)
     busiest = max(carried, key=lambda port: carried[port])
-    direction, level, group = costs.cost.cluster.port(busiest)
+    direction, level, card = costs.cost.cluster.port(busiest)
+    cards = costs.cost.cluster.cards[level]
     way = "out of" if direction == "out" else "into"
+    if cards > 1:
+        way += f" card {card % cards} of"
     where = {0: "device", 1: "node"}.get(level, f"group of level {level - 1}")
-    return Floor("busiest_link", carried[busiest], f"{way} {where} {group}", False)
+    return Floor("busiest_link", carried[busiest], f"{way} {where} {card // cards}", False)
 
 
 def _all_reduces(costs: ModelCosts) -> Iterator[Floor]:

@@ -53,14 +53,33 @@ def test_it_is_about_what_the_simulator_says(plain, node):
     assert correlation(ours, theirs) > 0.9
 
 
-@pytest.mark.parametrize("node", [None, 2, 4], ids=["one node", "nodes of 2", "nodes of 4"])
-def test_drafts_with_one_key_take_equally_long(node):
-    """Which devices of a node a stage has does not matter, to the last bit; on which node does."""
-    cost = cost_model(TOWERS, 8, node=node, memory=2**40, bandwidth=5e9, latency_s=1e-5)
+@pytest.mark.parametrize("cards", [1, 2, 3, 4])
+def test_devices_share_cards_or_have_their_own(cards):
+    """On nodes of 4 with slow cards; cards of one device each are no ports besides their links."""
+    cost = cost_model(TOWERS, 8, node=4, cards=cards, memory=2**40, bandwidth=5e9, card=5e8)
+    evaluate, errors = Evaluator(cost, 64), []
+    for seed in range(40):
+        drawn = random_draft(cost, 64, seed, plain=True)
+        ours, theirs = evaluate(drawn), simulated_s(cost, 64, drawn)
+        errors += [abs(ours / theirs - 1)] * math.isfinite(theirs)
+    assert len(errors) > 20
+    assert median(errors) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("node", "cards", "alike"),
+    [(None, 1, 8), (2, 1, 2), (4, 1, 4), (4, 2, 2), (4, 3, 1), (4, 4, 4)],
+)
+def test_drafts_with_one_key_take_equally_long(node, cards, alike):
+    """Which devices of a node a stage has does not matter, to the last bit; on which node does. Of
+    a card that some devices of a node share, likewise.
+    """
+    links = {"bandwidth": 5e9, "card": 1e9, "latency_s": 1e-5}
+    cost = cost_model(TOWERS, 8, node=node, cards=cards, memory=2**40, **links)
     evaluate, where, others = Evaluator(cost, 64), Space(cost, 64, (8,)), 0
     for seed in range(60):
         drawn, rng = random_draft(cost, 64, seed), np.random.default_rng(seed)
-        nodes = drawn.owner.reshape(-1, node or 8)
+        nodes = drawn.owner.reshape(-1, alike)
         inside = drawn._replace(owner=rng.permuted(nodes, axis=1).ravel())
         assert where.key(inside) == where.key(drawn)
         assert evaluate(inside) == evaluate(drawn)
@@ -74,7 +93,7 @@ def test_drafts_with_one_key_take_equally_long(node):
 def test_machine_code_does_the_same_as_python(monkeypatch):
     """To the last bit."""
     towers = shapes.towers("towers", 2, 1, layers=3, top=2)
-    cost = cost_model(towers, 4, node=2, memory=2**40, bandwidth=5e9, latency_s=1e-5)
+    cost = cost_model(towers, 8, node=4, cards=2, memory=2**40, bandwidth=5e9, latency_s=1e-5)
     evaluate = Evaluator(cost, 8)
     drafts = [random_draft(cost, 8, seed, plain=False) for seed in range(12)]
     compiled = [evaluate(drawn) for drawn in drafts]

@@ -141,7 +141,7 @@ class _Priced:
         def reduced(count: int) -> float:
             return cost.stage_held_bytes(ops[:count]).summed
 
-        per_byte, latency_s = cost.all_reduce_price(stage.devices, stage.replicas)
+        per_byte, latency_s = cost.all_reduce_price(stage.devices)
         if not reduced(len(ops)):
             return 0.0
         if overlap is None:

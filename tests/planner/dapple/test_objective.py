@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -105,6 +106,21 @@ def two_machines(**options: float) -> Cluster:
 def test_a_hop_is_as_slow_as_its_fullest_link(source, target, per_byte, latency_s):
     """Slices stay in their machine where they can; what is left over crosses its card."""
     assert hop_price(two_machines(), source, target) == (per_byte, latency_s)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "per_byte"),
+    [
+        ((4, 0), (0, 4), 1 / 4),  # each device has a card
+        ((4, 0), (0, 1), 1.0),  # one has all that comes
+        ((3, 1), (1, 3), 1 / 6),  # half crosses, on 3 cards
+    ],
+)
+def test_a_hop_takes_the_cards_of_its_devices(source, target, per_byte):
+    """Nodes of four devices with four cards, beside which links inside are fast."""
+    inner, network = two_machines(bandwidth=100.0).levels
+    machines = replace(two_machines(), levels=(inner, replace(network, cards=4)))
+    assert hop_price(machines, source, target)[0] == pytest.approx(per_byte)
 
 
 def chain_model() -> CostModel:

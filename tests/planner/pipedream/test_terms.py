@@ -55,6 +55,13 @@ def test_stages_of_copies_lie_across_the_components():
     ]
 
 
+def test_components_have_all_their_cards_and_devices_one():
+    """Nodes of 8 with 8 cards of 50 GB/s; as one level of devices each has one."""
+    nodes = Cluster.preset("dgx-h100:2x8")
+    assert [level.bandwidth for level in tiers(nodes)] == [450e9, 400e9]
+    assert [(level.size, level.bandwidth) for level in flat(nodes)] == [(16, 50e9)]
+
+
 def test_levels_of_one_component_are_left_out():
     """DAPPLE's cluster B has nodes of one device; what lies above is on the slower link."""
 

@@ -111,7 +111,7 @@ def _show(cluster: Cluster) -> None:
         [
             f"level {i}, {level.name}",
             str(level.size),
-            f"{level.bandwidth / 1e9:.2f}",
+            f"{level.cards} x " * (level.cards > 1) + f"{level.bandwidth / 1e9:.2f}",
             f"{level.latency_s * 1e6:.1f}",
         ]
         for i, level in enumerate(cluster.levels)

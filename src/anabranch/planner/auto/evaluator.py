@@ -5,7 +5,7 @@ of two drafts is the quicker one:
 
 - kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage,
   and the last micro-batch, which may be a short one;
-- messages on links and on the cards of nodes that stages share, beside compute, each as soon as
+- messages on links and on the cards that devices of a node share, beside compute, each as soon as
   its receive is posted; by the slices that replicas of two stages have in common, which may meet
   inside of nodes. On the card of a node they come one after the other, those to several stages in
   turn, and a stage goes on with the first: how much later the last is counts once, for the replicas
@@ -75,12 +75,15 @@ class Evaluator:
             *(cost.update.all_temporary, cost.update.largest_temporary),
         )
         links = [cluster.level_link(level) for level in range(len(cluster.levels))]
+        node, cards = cluster.group_sizes[0], (*cluster.cards[1:], 1)
         levels = [
-            (group, link.bandwidth, link.latency_s)
-            for group, link in zip(cluster.group_sizes, links, strict=True)
+            (group, count, link.bandwidth, link.latency_s, level.bandwidth)
+            for group, count, link, level in zip(
+                cluster.group_sizes, cards, links, cluster.levels, strict=True
+            )
         ]
         values, readers = _values(cost)
-        nodes = -(-devices // cluster.group_sizes[0])
+        shared = devices // node * cards[0] * (cards[0] < node)
         edges = min(len(readers), devices * devices) + devices
         home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
         given = home, owner, np.zeros(devices, SETUP).view(np.recarray)
@@ -99,9 +102,9 @@ class Evaluator:
             np.zeros(1, np.int64),
             # Unsigned, so that compiled code does not look for negative indices.
             np.zeros((2, devices, devices), np.uint32),
-            np.zeros((devices, nodes + 1), np.uint32),
+            np.zeros((devices, shared + 1), np.uint32),
             np.zeros((devices, devices), np.int64),
-            np.zeros((2, devices + nodes)),
+            np.zeros((2, devices + shared)),
             pieces.view(np.recarray),
             np.zeros(len(cost.graph), np.int64),
             paces,

@@ -71,13 +71,14 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
 
     Devices of a node take turns on their card: what they send to one stage, or post receives for
     from one, lies between what is of others, and all of it waits for the slowest card at the other
-    ends. With R devices on a card messages hold it 1 - 1/R of the way as long as that one.
+    ends. With R devices on a card messages hold it 1 - 1/R of the way as long as that one. A card
+    of one device is as its link.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
     loads[:] = 0.0
     b, c = source.microbatch, target.microbatch
-    size, node = min(b, c), levels[0].devices
+    size, node, cards = min(b, c), levels[0].devices, levels[0].cards
     start, copies, farthest = 0, 0, 0
     for end in range(2):
         edge.port_s[end, 0] = edge.port_s[end, 1] = 0.0
@@ -93,8 +94,8 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         seconds = (stop - start) / levels[level].bandwidth
         for end in range(2):
             device = receiver if end else sender
-            for kind in range(2 if level > 0 else 1):
-                port = len(devices) + device // node if kind else device
+            for kind in range(2 if level > 0 and cards < node else 1):
+                port = len(devices) + device * cards // node if kind else device
                 loads[end, port] += seconds
                 edge.port_s[end, kind] = max(edge.port_s[end, kind], loads[end, port])
         farthest = max(farthest, level)
@@ -104,13 +105,13 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
             link = max(edge.port_s[0, 0], edge.port_s[1, 0])
             card = max(edge.port_s[0, 1], edge.port_s[1, 1])
             edge.byte_s, edge.apart_s = link / size, max(0.0, card - link) / size
-    edge.latency, edge.far = levels[farthest].latency, 1 if farthest > 0 and node > 1 else 0
+    edge.latency, edge.far = levels[farthest].latency, int(farthest > 0 and cards < node)
     slowest = max(edge.port_s[0, 1], edge.port_s[1, 1])
     for end in range(2):
         stage = state.stages[edge.ends[end]]
         edge.fixed[end] *= copies
         if edge.far:
-            others, slower = 1 - stage.nodes / stage.devices, slowest / edge.port_s[end, 1]
+            others, slower = 1 - stage.cards / stage.devices, slowest / edge.port_s[end, 1]
             stage.turns[end] = max(stage.turns[end], 1 + others * (slower - 1))
         for kind in range(2):
             edge.port_s[end, kind] /= max(b, c)
@@ -164,7 +165,7 @@ def price_sums(
 def free_at(inward: int, s: int, far: int, state: State) -> float:
     """Return when all ports of a stage in one direction are free, cards only for distant stages."""
     free = 0.0
-    for i in range(1 + far * state.stages[s].nodes):
+    for i in range(1 + far * state.stages[s].cards):
         free = max(free, state.ports[inward, state.ports_of[s, i]])
     return free
 
@@ -191,7 +192,7 @@ def _occupy(
     """A message takes the ports at an end of its edge from a start on, see ``send``."""
     s = edge.ends[end]
     stage, seconds = state.stages[s], nbytes * edge.port_s[end, 0]
-    for i in range(1 + edge.far * stage.nodes):
+    for i in range(1 + edge.far * stage.cards):
         state.ports[int(end != way), state.ports_of[s, i]] = start + seconds
         seconds = nbytes * edge.port_s[end, 1] * (1 + turns * (stage.turns[end] - 1))
 
@@ -214,10 +215,10 @@ def send(
 
 def hold_ports(s: int, start: float, seconds: float, state: State) -> float:
     """Take the ports of a ring in both directions as soon as they are free; return the end."""
-    far = 1 if state.stages[s].nodes > 1 else 0
+    far = state.stages[s].far
     end = max(start, free_at(0, s, far, state), free_at(1, s, far, state)) + seconds
     for inward in range(2):
-        for i in range(1 + far * state.stages[s].nodes):
+        for i in range(1 + far * state.stages[s].cards):
             state.ports[inward, state.ports_of[s, i]] = end
     return end
 
@@ -245,7 +246,7 @@ def updated_after(stages: Table[StageRecord], state: State) -> float:
 def _ring(stage: StageRecord, levels: Table[LevelRecord]) -> tuple[float, float]:
     """Seconds per byte and of latency of a stage's all-reduces."""
     level = levels[level_of(stage.low, stage.high, levels)]
-    return all_reduce_price(level.bandwidth, level.latency, stage.replicas, 1)
+    return all_reduce_price(stage.ring, level.latency, stage.replicas, 1)
 
 
 def _piece(stage: StageRecord) -> float:

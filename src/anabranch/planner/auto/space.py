@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,16 +51,19 @@ class Space:
         return passes // SETTINGS.passes if passes >= SETTINGS.most_passes else 1
 
     def key(self, draft: Draft) -> int:
-        """Number that is equal for drafts which differ only in which devices of a node are whose:
-        they take equally long.
+        """Number that is equal for drafts which differ only in which devices of a node or card are
+        whose: they take equally long.
         """
         home, owner, setups, *ways = draft
-        owner = np.sort(owner.reshape(-1, self._node))
+        owner = np.sort(owner.reshape(-1, self._alike))
         return hash((home.tobytes(), owner.tobytes(), setups.tobytes(), *ways))
 
     @cached_property
-    def _node(self) -> int:
-        return self.cost.cluster.group_sizes[0]
+    def _alike(self) -> int:
+        """Devices in a row that have the same cards of each level, or each one of its own."""
+        sizes, cards = self.cost.cluster.group_sizes, self.cost.cluster.cards[1:]
+        pairs = [(size, n) for size, n in zip(sizes, cards, strict=False) if n < size]
+        return math.gcd(sizes[0], *(1 if size % n else size // n for size, n in pairs))
 
     @cached_property
     def edges(self) -> NDArray[np.intp]:

@@ -1,8 +1,8 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
-Letters and records are those of ``stage_records``. Of cards a stage takes those of all its nodes at
-once. It goes on with the message of its first replica; how much later the last one has its own is
-added to the step once.
+Letters and records are those of ``stage_records``. Of cards that devices share a stage takes those
+of all its devices at once. It goes on with the message of its first replica; how much later the
+last one has its own is added to the step once.
 """
 
 from __future__ import annotations

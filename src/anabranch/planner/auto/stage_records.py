@@ -40,8 +40,10 @@ class LevelRecord:
     """A level of the cluster, with the slowest link up to it."""
 
     devices: int  # of a group
+    cards: int  # of a group
     bandwidth: float
     latency: float
+    own_bandwidth: float  # of a card of the groups below
 
 
 class Numbers:
@@ -74,7 +76,8 @@ class StageRecord:
     devices: int
     low: int  # its least device
     high: int  # its greatest device
-    nodes: int  # that they are on
+    cards: int  # of their nodes that they share with others
+    far: int  # whether they are on several nodes
     replicas: int
     samples: int  # of the fullest replica
     most: int  # micro-batches whose activations it may hold, with split backwards
@@ -100,6 +103,7 @@ class StageRecord:
     turns: Annotated[Floats, 2]  # [end of edges] times as long as used that turns hold its cards
     apart: float  # how much later than the first replica the last one has a message
     sums: float  # what the last backward leaves of its all-reduce
+    ring: float  # bandwidth of all-reduces
     update: float
     gather: float  # of what its replicas have updated
     before: float  # from the beginning of the step to its first forward, at least
@@ -137,7 +141,7 @@ class EdgeRecord:
     """An edge between stages."""
 
     ends: Annotated[Ints, 2]  # source and target
-    far: int  # whether it takes cards of nodes
+    far: int  # whether it takes shared cards of nodes
     posted: Annotated[Ints, 2]  # [way] receives, of the receiver's micro-batches
     per_sample: Annotated[Floats, 2]  # [way] bytes
     fixed: Annotated[Floats, 2]  # [way] bytes whatever the samples
@@ -170,14 +174,15 @@ class PricedModel(NamedTuple):
 class State(NamedTuple):
     """Figures that follow from a draft.
 
-    Ports are links of stages, [s], then cards of nodes; those of a stage are its link, then cards.
+    Ports are links of stages, [s], then cards of nodes, where devices share them; those of a stage
+    are its link, then cards.
     """
 
     stages: Table[StageRecord]  # and more entries, the last of which is all zeros
     edges: Table[EdgeRecord]  # [e]
     num_edges: Ints  # the only number
     edges_of: Ints  # [way, s, 0 to its edges] those whose messages it takes
-    ports_of: Ints  # [s, 0 to its nodes]
+    ports_of: Ints  # [s, 0 to its cards]
     devices: Ints  # [s, 0 to its devices]
     ports: Floats  # [out or in, port] when it is free; before, seconds of a message of a byte
     pieces: Sequence[Table[StagePiece]]  # [s][0 to its pieces]

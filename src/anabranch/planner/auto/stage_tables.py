@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.compiled import Floats, Table
+from anabranch.cluster import fewest_cards
+from anabranch.compiled import Floats, Ints, Table
 from anabranch.cost.memory import MOST_TERMS, memory_terms
 from anabranch.cost.stage_weights import pass_behind
 from anabranch.planner.auto.stage_records import (
@@ -32,8 +33,8 @@ def count_devices(
     stages: Table[StageRecord],
     state: State,
 ) -> None:
-    """Count the devices and nodes of every stage, and note how it runs."""
-    ports_of, node = state.ports_of, levels[0].devices
+    """Count the devices and shared cards of every stage, and note how it runs."""
+    ports_of, node, cards = state.ports_of, levels[0].devices, levels[0].cards
     for s in range(len(stages)):
         stage, setup = stages[s], setups[s]
         stages[s] = state.stages[-1]
@@ -41,14 +42,28 @@ def count_devices(
         stage.recompute = setup.recompute
         ports_of[s, 0] = s
     for d in range(len(owner)):
-        s, card = owner[d], len(owner) + d // node
+        s, card = owner[d], len(owner) + d * cards // node
         stage = stages[s]
-        if ports_of[s, stage.nodes] != card:
-            stage.nodes += 1
-            ports_of[s, stage.nodes] = card
+        if cards < node and ports_of[s, stage.cards] != card:
+            stage.cards += 1
+            ports_of[s, stage.cards] = card
         stage.low, stage.high = d if stage.devices == 0 else stage.low, d
         state.devices[s, stage.devices] = d
         stage.devices += 1
+    for s in range(len(stages)):
+        stage = stages[s]
+        stage.far = int(stage.low // node != stage.high // node)
+        stage.ring = _ring_bandwidth(stage, state.devices[s, : stage.devices], levels)
+
+
+def _ring_bandwidth(stage: StageRecord, devices: Ints, levels: Table[LevelRecord]) -> float:
+    """Bandwidth of a stage's all-reduces, as of ``Cluster.ring``."""
+    bandwidth, level = levels[0].own_bandwidth, 0
+    while stage.low // levels[level].devices != stage.high // levels[level].devices:
+        cards = fewest_cards(devices, levels[level].devices, levels[level].cards)
+        level += 1
+        bandwidth = min(bandwidth, levels[level].own_bandwidth * cards)
+    return float(bandwidth)
 
 
 def split_samples(problem: PricedModel, stages: Table[StageRecord]) -> bool:

@@ -20,17 +20,20 @@ Place = tuple[int, ...]
 
 Links = Any
 """A ``numpy.recarray``: per level of a cluster its bandwidth, the latency of a way that climbs to
-it, and the machines in each of the groups that it connects.
+it, and of each of the groups that it connects the machines, devices and cards.
 """
 
-_LINK = np.dtype([("bandwidth", float), ("latency_s", float), ("machines", np.int64)])
+_LINK = np.dtype(
+    [("bandwidth", float), ("latency_s", float)]
+    + [(count, np.int64) for count in ("machines", "devices", "cards")]
+)
 
 
 def links(cluster: Cluster) -> Links:
     """Return the levels of a cluster as records."""
-    sizes = (1, 1, *(size // cluster.group_sizes[0] for size in cluster.group_sizes[1:]))
+    link, sizes = cluster.level_link, (cluster.group_sizes[0], *cluster.group_sizes)
     records = [
-        (level.bandwidth, cluster.level_link(i).latency_s, sizes[i])
+        (level.bandwidth, link(i).latency_s, sizes[i] // sizes[0], sizes[i], cluster.cards[i])
         for i, level in enumerate(cluster.levels)
     ]
     return np.array(records, _LINK).view(np.recarray)
@@ -42,7 +45,8 @@ def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[flo
 
     Replicas hold equal slices, numbered so that a slice stays in its machine where it can. The way
     is as slow as its fullest link: each device's own, or from level 1 on each group's network card,
-    which sends what its replicas make beyond what they need (section 5.2).
+    which sends what its replicas make beyond what they need (section 5.2), in equal parts if they
+    have several: those of devices in a row.
     """
     sent, got, machines = 0, 0, places.shape[1]
     for m in range(machines):
@@ -54,10 +58,14 @@ def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[flo
         # What the groups that a level connects make beyond what they need, or less.
         most, size = 0.0, links[i].machines
         for first in range(0, machines, size):
-            surplus = 0.0
+            surplus, senders, receivers = 0.0, 0, 0
             for m in range(first, first + size):
                 surplus += places[source, m] / sent - places[target, m] / got
-            most = max(most, abs(surplus))
+                senders += places[source, m]
+                receivers += places[target, m]
+            ends = senders if surplus > 0 else receivers
+            if ends > 0:
+                most = max(most, abs(surplus) / -(-ends * links[i].cards // links[i].devices))
         if most > 1e-12:
             per_byte = max(per_byte, most / links[i].bandwidth)
             latency_s = links[i].latency_s

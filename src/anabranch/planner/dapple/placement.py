@@ -99,7 +99,7 @@ class Machines:
             self._number[place] = len(self.places)
             self.places.append(place)
             used = [m * self.size for m, count in enumerate(place) if count]
-            level = self.cluster.slowest_link(used).level if used[1:] else 0
+            level = self.cluster.link(used[0], used[-1]).level if used else 0
             self._levels.append(level)
         return self._number[place]
 

@@ -168,7 +168,7 @@ class PlacementSearch:
         k = runs.index_of[self._devices]
         if k < 0 or runs.headroom[k, 0, -1] < 0:
             return float("inf")
-        link = self._machines.cluster.slowest_link((0, self._devices - 1))
+        link = self._machines.cluster.link(0, self._devices - 1)
         both_s = runs.forward_s[k, -1] + runs.backward_s[k, -1]
         ring_s = runs.rings_s[link.level, k, 0, -1]
         return float(self._tables.prices.num_microbatches * both_s + ring_s)

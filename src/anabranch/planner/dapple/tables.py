@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.cluster import Link
-from anabranch.cost.communication import all_reduce_price, transfer_s
+from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 
@@ -79,7 +78,6 @@ class RunTables:
             [self.row.seconds(prices.samples(degree)) for degree in prices.degrees], axis=1
         )
         both_s = forward_s + backward_s
-        links = [cost.cluster.level_link(i) for i in range(len(cost.cluster.levels))]
 
         def least(seconds: Floats) -> Floats:
             return _sums(np.minimum.accumulate(np.diff(seconds), axis=0))[np.maximum(at, 0)]
@@ -98,17 +96,17 @@ class RunTables:
             np.array(
                 [
                     [
-                        self._ring_s(link, *run)
+                        self._ring_s(level, *run)
                         for run in zip(prices.degrees, backward_s, strict=True)
                     ]
-                    for link in links
+                    for level in range(len(cost.cluster.levels))
                 ]
             ),
         )
 
-    def _ring_s(self, link: Link, degree: int, done: Floats) -> Floats:
-        reduced, updates = self.row.matrices.held.summed, self.row.cost.updates
-        per_byte, latency_s = all_reduce_price(link.bandwidth, link.latency_s, degree, updates)
+    def _ring_s(self, level: int, degree: int, done: Floats) -> Floats:
+        reduced, cost = self.row.matrices.held.summed, self.row.cost
+        per_byte, latency_s = cost.ring_price(cost.cluster.fastest_ring(degree, level), degree)
         if not self.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))
         # Column j: the gradients of the operators before cut j, which are complete when the

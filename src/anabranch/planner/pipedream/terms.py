@@ -33,19 +33,20 @@ Matrix = NDArray[np.float64]
 
 
 def tiers(cluster: Cluster) -> tuple[Level, ...]:
-    """Return the levels of the recurrence, innermost first, with the slowest bandwidth up to each;
-    levels of a single component are left out.
+    """Return the levels of the recurrence, innermost first, with the slowest bandwidth up to each,
+    that of all cards of a component; levels of a single component are left out.
     """
     levels = [
-        replace(level, bandwidth=cluster.level_link(i).bandwidth)
-        for i, level in enumerate(cluster.levels)
+        replace(level, bandwidth=cluster.ring(range(devices)).bandwidth)
+        for level, devices in zip(cluster.levels, cluster.group_sizes, strict=True)
     ]
     return tuple(level for level in levels if level.size > 1) or cluster.levels[:1]
 
 
 def flat(cluster: Cluster) -> tuple[Level, ...]:
     """Return a single level of all devices on the slowest link."""
-    return (replace(tiers(cluster)[-1], size=cluster.num_devices),)
+    count, link = cluster.num_devices, cluster.link(0, cluster.num_devices - 1)
+    return (replace(cluster.levels[link.level], size=count, bandwidth=link.bandwidth),)
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,11 @@ class MicrobatchPrices:
         # The profile covers a range, so its ends are enough.
         return self.cost.covers(min(samples)) and self.cost.covers(max(samples))
 
+    @remembered
     def ring(self, degree: int) -> tuple[float, float]:
         """Seconds per byte and of latency of one all-reduce over replicas in a row."""
-        last = min(degree, self.cost.cluster.num_devices) - 1
-        return self.cost.all_reduce_price((0, last), degree)
+        cluster = self.cost.cluster
+        return self.cost.ring_price(cluster.ring(range(min(degree, cluster.num_devices))), degree)
 
     def rates(self, replicas: int) -> tuple[float, float, float, float]:
         """Samples on the fullest replica, seconds per byte across the border, and ``ring``."""
