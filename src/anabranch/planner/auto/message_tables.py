@@ -24,8 +24,7 @@ from anabranch.planner.auto.stage_records import (
 )
 from anabranch.planner.auto.stage_tables import operator_s
 
-Shares = tuple[float, float]
-"""Of a sender and of a receiver."""
+Shares = tuple[float, float]  # of a sender and of a receiver
 
 
 def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
@@ -43,7 +42,6 @@ def message_bytes(edge: EdgeRecord, way: int, samples: int) -> float:
 
 def price_messages(problem: PricedModel, stages: Table[StageRecord], state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
-    numbers = problem.numbers[0]
     for e in range(state.num_edges[0]):
         edge = state.edges[e]
         source, target = stages[edge.ends[0]], stages[edge.ends[1]]
@@ -56,8 +54,8 @@ def price_messages(problem: PricedModel, stages: Table[StageRecord], state: Stat
                 target.apart = max(target.apart, nbytes * edge.apart_s)
                 for end in range(2):
                     stage = stages[edge.ends[end]]
-                    stage.seconds[0, way] += numbers.send
-                    stage.seconds[1, way] += numbers.send
+                    stage.seconds[0, way] += problem.numbers[0].send
+                    stage.seconds[1, way] += problem.numbers[0].send
     state.ports[:] = 0.0
 
 
@@ -78,11 +76,10 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
     source, target = state.stages[s], state.stages[t]
     loads[:] = 0.0
     b, c = source.microbatch, target.microbatch
-    size, node, cards = min(b, c), levels[0].devices, levels[0].cards
+    size, most, node, cards = min(b, c), max(b, c), levels[0].devices, levels[0].cards
     start, copies, farthest = 0, 0, 0
-    for end in range(2):
-        edge.port_s[end, 0] = edge.port_s[end, 1] = 0.0
-    while start < max(b, c):
+    edge.port_s[:] = 0.0
+    while start < most:
         i = ((start % b + 1) * source.replicas - 1) // b
         j = ((start % c + 1) * target.replicas - 1) // c
         stop = min(
@@ -91,7 +88,7 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         )
         sender, receiver = devices[s, i], devices[t, j]
         level = level_of(min(sender, receiver), max(sender, receiver), levels)
-        seconds = (stop - start) / levels[level].bandwidth
+        seconds = (stop - start) / levels[level].bandwidth / most
         for end in range(2):
             device = receiver if end else sender
             for kind in range(2 if level > 0 and cards < node else 1):
@@ -104,7 +101,7 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         if start == size:
             link = max(edge.port_s[0, 0], edge.port_s[1, 0])
             card = max(edge.port_s[0, 1], edge.port_s[1, 1])
-            edge.byte_s, edge.apart_s = link / size, max(0.0, card - link) / size
+            edge.byte_s, edge.apart_s = link * most / size, max(0.0, card - link) * most / size
     edge.latency, edge.far = levels[farthest].latency, int(farthest > 0 and cards < node)
     slowest = max(edge.port_s[0, 1], edge.port_s[1, 1])
     for end in range(2):
@@ -113,8 +110,6 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         if edge.far:
             others, slower = 1 - stage.cards / stage.devices, slowest / edge.port_s[end, 1]
             stage.turns[end] = max(stage.turns[end], 1 + others * (slower - 1))
-        for kind in range(2):
-            edge.port_s[end, kind] /= max(b, c)
 
 
 def price_sums(
@@ -175,8 +170,7 @@ def busiest_port_s(batch_size: int, state: State) -> float:
     longest = 0.0
     for e in range(state.num_edges[0]):
         edge = state.edges[e]
-        source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
-        size = min(source.microbatch, target.microbatch)
+        size = min(state.stages[edge.ends[0]].microbatch, state.stages[edge.ends[1]].microbatch)
         for way in range(2):
             nbytes = message_bytes(edge, way, size) * batch_size / size
             for end in range(2):

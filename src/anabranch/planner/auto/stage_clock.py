@@ -137,9 +137,8 @@ def _turn(stage: StageRecord, at: float) -> None:
 
 
 def _take(s: int, batch_size: int, state: State) -> None:
-    """A stage takes the messages of its next action, as far as they are sent; for each one it posts
-    the receive of the next one, which may have waited for that. With the last it can begin. Devices
-    that have sent take turns with those it waits for; with others all receives are posted at once.
+    """A stage takes the messages of its next action, as far as they are sent, and posts receives of
+    the next ones, which may have waited for that: in turn while it waits. Then it can begin.
     """
     stage = state.stages[s]
     way, size = stage.way, stage.microbatch
