@@ -67,10 +67,10 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
 
-    Devices of a node take turns on their card: what they send to one stage, or post receives for
-    from one, lies between what is of others, and all of it waits for the slowest card at the other
-    ends. With R devices on a card messages hold it 1 - 1/R of the way as long as that one. A card
-    of one device is as its link.
+    Devices of a node take turns on their card: what they send to one stage, or post receives of,
+    lies between what is of other stages, and all of it waits for the slowest card at other ends.
+    With R devices on a card it is held for longer than it is used: 1 - 1/R of the difference to the
+    slowest. A card of one device is as its link.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
@@ -195,7 +195,7 @@ def send(
     e: int, way: int, number: int, samples: int, start: float, turns: Shares, state: State
 ) -> None:
     """Send a message of the receiver's micro-batch of a number as soon as its ports are free, from
-    a start on at the earliest; with how much of it sender and receiver take turns at.
+    a start on at the earliest. Devices of sender and receiver take turns for these shares of it.
     """
     edge = state.edges[e]
     nbytes = message_bytes(edge, way, samples)
