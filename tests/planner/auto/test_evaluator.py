@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.planner.auto.draft import draft_of
+from anabranch.planner.auto.draft import Draft, draft_of
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -193,6 +193,27 @@ def test_branches_that_meet_wait_for_each_other_on_cards(branches, node):
     batch_size = 16 * branches * node
     simulated = simulated_s(cost, batch_size, joined)
     assert Evaluator(cost, batch_size)(joined) == pytest.approx(simulated, rel=0.04)
+
+
+@pytest.mark.parametrize("card", [200, 100, 50])
+@pytest.mark.parametrize(("branches", "node"), [(3, 2), (4, 4)])
+def test_cards_are_full_where_receives_are_posted_at_once(branches, node, card):
+    """Branches of a row on a node each, whose join has replicas beside them: while branches compute
+    for longer than they wait, messages of all are on the way at once, and where cards are slow they
+    take turns. If they always did, a step would seem 1.4 times as long in between.
+    """
+    count, rows = branches * node, [range(b * node, (b + 1) * node) for b in range(branches)]
+    edges = [(i, i + 1 if i + 1 in row else count) for row in rows for i in row]
+    linked = linked_model(count + 1, edges, [1] * count + [0]).profile
+    values = tuple(replace(value, nbytes=100) for value in linked.graph.values)
+    profile = replace(linked, graph=replace(linked.graph, values=values))
+    stages, setup = np.arange(count + 1, dtype=np.int32), draft("0", "0", microbatch=count).setups
+    owner = np.minimum(np.arange(2 * count, dtype=np.int32), count)
+    machine = cluster(len(owner), node=node, memory=2**40, bandwidth=1e6, card=card)
+    joined = Draft(stages, owner, setup.repeat(count + 1), deep=True, chained=False, sharded=False)
+    cost, batch_size = CostModel(profile, machine), 16 * count
+    simulated = simulated_s(cost, batch_size, joined)
+    assert Evaluator(cost, batch_size)(joined) == pytest.approx(simulated, rel=0.06)
 
 
 def test_devices_that_share_cores_have_equal_parts_of_them():

@@ -8,8 +8,8 @@ of two drafts is the quicker one:
 - messages on links and on the cards that devices of a node share, beside compute, each as soon as
   its receive is posted; by the slices that replicas of two stages have in common, which may meet
   inside of nodes. On the card of a node they come one after the other, those to several stages in
-  turn, and a stage goes on with the first: how much later the last is counts once, for the replicas
-  behind it are as late in turn;
+  turn as far as these wait for them, and a stage goes on with the first: how much later the last is
+  counts once, for the replicas behind it are as late in turn;
 - all-reduces, piece by piece from within the last backward on, in turn with messages on the same
   links; then updates, which wait for all of them, and what replicas that share the optimizer's
   state send each other;

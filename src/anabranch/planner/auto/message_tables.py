@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.compiled import Floats, Table
+from anabranch.compiled import Table
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes, piece_count
 from anabranch.cost.communication import all_reduce_price, all_reduce_s, transfer_s
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
@@ -24,10 +24,7 @@ from anabranch.planner.auto.stage_records import (
 )
 from anabranch.planner.auto.stage_tables import operator_s
 
-
-def _clear_ports(ports: Floats) -> None:
-    for port in range(ports.shape[1]):
-        ports[0, port] = ports[1, port] = 0.0
+Shares = tuple[float, float]  # of a sender and of a receiver
 
 
 def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
@@ -45,7 +42,6 @@ def message_bytes(edge: EdgeRecord, way: int, samples: int) -> float:
 
 def price_messages(problem: PricedModel, stages: Table[StageRecord], state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
-    numbers = problem.numbers[0]
     for e in range(state.num_edges[0]):
         edge = state.edges[e]
         source, target = stages[edge.ends[0]], stages[edge.ends[1]]
@@ -58,9 +54,9 @@ def price_messages(problem: PricedModel, stages: Table[StageRecord], state: Stat
                 target.apart = max(target.apart, nbytes * edge.apart_s)
                 for end in range(2):
                     stage = stages[edge.ends[end]]
-                    stage.seconds[0, way] += numbers.send
-                    stage.seconds[1, way] += numbers.send
-    _clear_ports(state.ports)
+                    stage.seconds[0, way] += problem.numbers[0].send
+                    stage.seconds[1, way] += problem.numbers[0].send
+    state.ports[:] = 0.0
 
 
 def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
@@ -71,20 +67,19 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
 
-    Devices of a node take turns on their card, so what they send to one stage lies between what
-    they send to others. A message to one slower card so holds faster ones for longer than it uses
-    them: with R devices on a card for 1 - 1/R of the difference. A card of one device is as its
-    link.
+    Devices of a node take turns on their card: what they send to one stage, or post receives of,
+    lies between what is of other stages, and all of it waits for the slowest card at other ends.
+    With R devices on a card it is held for longer than it is used: 1 - 1/R of the difference to the
+    slowest. A card of one device is as its link.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
-    _clear_ports(loads)
+    loads[:] = 0.0
     b, c = source.microbatch, target.microbatch
-    size, node, cards = min(b, c), levels[0].devices, levels[0].cards
+    size, most, node, cards = min(b, c), max(b, c), levels[0].devices, levels[0].cards
     start, copies, farthest = 0, 0, 0
-    for end in range(2):
-        edge.port_s[end, 0] = edge.port_s[end, 1] = 0.0
-    while start < max(b, c):
+    edge.port_s[:] = 0.0
+    while start < most:
         i = ((start % b + 1) * source.replicas - 1) // b
         j = ((start % c + 1) * target.replicas - 1) // c
         stop = min(
@@ -93,7 +88,7 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         )
         sender, receiver = devices[s, i], devices[t, j]
         level = level_of(min(sender, receiver), max(sender, receiver), levels)
-        seconds = (stop - start) / levels[level].bandwidth
+        seconds = (stop - start) / levels[level].bandwidth / most
         for end in range(2):
             device = receiver if end else sender
             for kind in range(2 if level > 0 and cards < node else 1):
@@ -106,16 +101,15 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
         if start == size:
             link = max(edge.port_s[0, 0], edge.port_s[1, 0])
             card = max(edge.port_s[0, 1], edge.port_s[1, 1])
-            edge.byte_s, edge.apart_s = link / size, max(0.0, card - link) / size
-    edge.latency = levels[farthest].latency
-    edge.far = 1 if farthest > 0 and cards < node else 0
+            edge.byte_s, edge.apart_s = link * most / size, max(0.0, card - link) * most / size
+    edge.latency, edge.far = levels[farthest].latency, int(farthest > 0 and cards < node)
     slowest = max(edge.port_s[0, 1], edge.port_s[1, 1])
     for end in range(2):
         stage = state.stages[edge.ends[end]]
         edge.fixed[end] *= copies
-        edge.port_s[end, 1] += (slowest - edge.port_s[end, 1]) * (1 - stage.cards / stage.devices)
-        for kind in range(2):
-            edge.port_s[end, kind] /= max(b, c)
+        if edge.far:
+            others, slower = 1 - stage.cards / stage.devices, slowest / edge.port_s[end, 1]
+            stage.turns[end] = max(stage.turns[end], 1 + others * (slower - 1))
 
 
 def price_sums(
@@ -171,6 +165,48 @@ def free_at(inward: int, s: int, far: int, state: State) -> float:
     return free
 
 
+def busiest_port_s(batch_size: int, state: State) -> float:
+    """Return the seconds of the messages of a batch on the port that has most of them."""
+    longest = 0.0
+    for e in range(state.num_edges[0]):
+        edge = state.edges[e]
+        size = min(state.stages[edge.ends[0]].microbatch, state.stages[edge.ends[1]].microbatch)
+        for way in range(2):
+            nbytes = message_bytes(edge, way, size) * batch_size / size
+            for end in range(2):
+                x, inward = edge.ends[end], int(end != way)
+                _occupy(edge, way, end, 1.0, free_at(inward, x, edge.far, state), nbytes, state)
+                longest = max(longest, free_at(inward, x, edge.far, state))
+    return longest
+
+
+def _occupy(
+    edge: EdgeRecord, way: int, end: int, turns: float, start: float, nbytes: float, state: State
+) -> None:
+    """A message takes the ports at an end of its edge from a start on, see ``send``."""
+    s = edge.ends[end]
+    stage, seconds = state.stages[s], nbytes * edge.port_s[end, 0]
+    for i in range(1 + edge.far * stage.cards):
+        state.ports[int(end != way), state.ports_of[s, i]] = start + seconds
+        seconds = nbytes * edge.port_s[end, 1] * (1 + turns * (stage.turns[end] - 1))
+
+
+def send(
+    e: int, way: int, number: int, samples: int, start: float, turns: Shares, state: State
+) -> None:
+    """Send a message of the receiver's micro-batch of a number as soon as its ports are free, from
+    a start on at the earliest. Devices of sender and receiver take turns for these shares of it.
+    """
+    edge = state.edges[e]
+    nbytes = message_bytes(edge, way, samples)
+    if nbytes > 0:
+        for end in range(2):
+            start = max(start, free_at(int(end != way), edge.ends[end], edge.far, state))
+        for end in range(2):
+            _occupy(edge, way, end, turns[int(end != way)], start, nbytes, state)
+    state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
+
+
 def hold_ports(s: int, start: float, seconds: float, state: State) -> float:
     """Take the ports of a ring in both directions as soon as they are free; return the end."""
     far = state.stages[s].far
@@ -197,7 +233,7 @@ def updated_after(stages: Table[StageRecord], state: State) -> float:
         if stages[following].gather > 0:
             asked = hold_ports(following, asked, stages[following].gather, state)
         last = max(last, asked)
-    _clear_ports(state.ports)
+    state.ports[:] = 0.0
     return last
 
 

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table, compiled
 from anabranch.planner.auto.message_tables import (
-    free_at,
+    busiest_port_s,
     hold_ports,
     message_bytes,
     price_messages,
     price_sums,
+    send,
     updated_after,
 )
 from anabranch.planner.auto.stage_records import (
@@ -105,46 +106,6 @@ def _message_s(edge: EdgeRecord, way: int, samples: int) -> float:
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
-def _busiest_port_s(batch_size: int, state: State) -> float:
-    """Seconds of the messages of a batch on the port that has most of them."""
-    longest = 0.0
-    for e in range(state.num_edges[0]):
-        edge = state.edges[e]
-        source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
-        size = min(source.microbatch, target.microbatch)
-        for way in range(2):
-            nbytes = message_bytes(edge, way, size) * batch_size / size
-            for end in range(2):
-                x, inward = edge.ends[end], int(end != way)
-                _occupy(edge, way, end, free_at(inward, x, edge.far, state), nbytes, state)
-                longest = max(longest, free_at(inward, x, edge.far, state))
-    return longest
-
-
-def _occupy(
-    edge: EdgeRecord, way: int, end: int, start: float, nbytes: float, state: State
-) -> None:
-    """A message takes the ports at an end of its edge from a start on."""
-    s = edge.ends[end]
-    for i in range(1 + edge.far * state.stages[s].cards):
-        port_s = edge.port_s[end, 1 if i else 0]
-        state.ports[int(end != way), state.ports_of[s, i]] = start + nbytes * port_s
-
-
-def _send(e: int, way: int, number: int, samples: int, start: float, state: State) -> None:
-    """A message of the receiver's micro-batch of a number takes its ports from a start on, or as
-    soon as they are free.
-    """
-    edge = state.edges[e]
-    nbytes = message_bytes(edge, way, samples)
-    if nbytes > 0:
-        for end in range(2):
-            start = max(start, free_at(int(end != way), edge.ends[end], edge.far, state))
-        for end in range(2):
-            _occupy(edge, way, end, start, nbytes, state)
-    state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
-
-
 def _count_periods(stages: Table[StageRecord]) -> tuple[int, int, int]:
     """Samples of a period, after which all stages repeat what they do: the largest micro-batch, if
     it is a multiple of all; how many periods show what one takes; and how many there are besides,
@@ -176,8 +137,8 @@ def _turn(stage: StageRecord, at: float) -> None:
 
 
 def _take(s: int, batch_size: int, state: State) -> None:
-    """A stage takes the messages of its next action, as far as they are sent; for each one it posts
-    the receive of the next one, which may have waited for that. With the last it can begin.
+    """A stage takes the messages of its next action, as far as they are sent, and posts receives of
+    the next ones, which may have waited for that: in turn while it waits. Then it can begin.
     """
     stage = state.stages[s]
     way, size = stage.way, stage.microbatch
@@ -193,11 +154,13 @@ def _take(s: int, batch_size: int, state: State) -> None:
         sent = sender.done[way] * sender.microbatch
         if sent < stop:
             return
+        wait = max(0.0, state.arrivals[way, e, done] - stage.ready)
         stage.ready = max(stage.ready, state.arrivals[way, e, done])
         edge.posted[way] = done + 2
         samples = min(sent, batch_size, first + size) - first
         if samples > 0:
-            _send(e, way, done + 1, samples, stage.ready, state)
+            share = wait / (wait + _period_s(stage)) if wait > 0 else 0.0
+            send(e, way, done + 1, samples, stage.ready, (share, 1.0), state)
         stage.taken += 1
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
@@ -349,7 +312,7 @@ def _run(
                 first, stop = low // size, -(-high // size)
             for j in range(first, min(stop, edge.posted[way])):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
-                _send(e, way, j, samples, end, state)
+                send(e, way, j, samples, end, (1.0, 0.0), state)
         _turn(stage, end)
         _take(s, batch_size, state)
         for i in range(stage.edges[1 - way]):
@@ -400,7 +363,7 @@ def step_s(
     update = updated_after(stages, state) if flush else 0.0
     least = _least_s(numbers, stages, update, state)
     if not flush:
-        least = max(least, _busiest_port_s(batch_size, state))
+        least = max(least, busiest_port_s(batch_size, state))
     if flush and least <= limit:
         least = max(_run(batch_size, stages, update, state, limit), least)
     return least if least <= limit else np.inf

@@ -100,6 +100,7 @@ class StageRecord:
     seconds: Annotated[Floats, 2, 2]  # [last, way]
     weights: Annotated[Floats, 2]  # [last] part of a backward that can wait, where it is split
     owed: float  # seconds of such parts that are not done yet
+    turns: Annotated[Floats, 2]  # [end of edges] times as long as used that turns hold its cards
     apart: float  # how much later than the first replica the last one has a message
     sums: float  # what the last backward leaves of its all-reduce
     ring: float  # bandwidth of all-reduces
