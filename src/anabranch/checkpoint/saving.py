@@ -116,13 +116,12 @@ class Saving:
 
     def _all_parts(self) -> bool:
         target = self._target
-        names = {path.name for path in target.partial.iterdir()}
         if failed := sorted(target.partial.glob("*.failed")):
             why = failed[0].read_text("utf-8")
             raise TrainingError(
                 why or f"{target.folder} cannot be written: {failed[0].stem} failed"
             )
-        return all(target.description(rank).name in names for rank in range(target.num_ranks))
+        return all(target.description(rank).exists() for rank in range(target.num_ranks))
 
     def _wait_for(self, condition: Any, *, limited: bool = True) -> None:
         """Look until it holds; TrainingError if it was given up, or nothing has come for long."""

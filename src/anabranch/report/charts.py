@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 
 from anabranch.report.theme import PIXELS, Drawing, num, significant, text, ticks
 
@@ -86,17 +86,11 @@ def _running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) -> str:
     """Return a path interrupted where y is NaN; a lone point becomes a dot."""
-    points = _extremes(points)
     path = ""
-    pen_down = False
-    for (x, y), (_, following) in pairwise([*points, (0.0, math.nan)]):
-        if math.isnan(y):
-            pen_down = False
-            continue
-        path += f"{'L' if pen_down else 'M'}{num(x)} {num(y)}"
-        if not pen_down and math.isnan(following):
-            path += "h.01"
-        pen_down = True
+    for is_gap, run in groupby(_extremes(points), key=lambda point: math.isnan(point[1])):
+        if not is_gap:
+            places = [f"{num(x)} {num(y)}" for x, y in run]
+            path += f"M{'L'.join(places)}{'' if places[1:] else 'h.01'}"
     return (
         f'<path class="{css}" stroke-width="{num(stroke)}" stroke-linejoin="round" '
         f'stroke-linecap="round" d="{path}"/>'

@@ -215,12 +215,11 @@ def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
         drawings.append(("named", stagegraph.draw(graph, busy)))
     else:
         drawings.append(("wide", stagegraph.draw_small(graph, wide, busy)))
-    least = num(drawings[-1][1].width)
     pictures = "".join(
         f'<div class="{name}">{drawing.svg(standalone=False)}</div>' for name, drawing in drawings
     )
-    fits = f"@container stages (min-width:{least}px)"
-    other = drawings[-1][0]
+    other, largest = drawings[-1]
+    fits = f"@container stages (min-width:{num(largest.width)}px)"
     what = "The stronger the colour of a stage, the larger the share of the time that it computes."
     hint = f'<p class="hint">{what}</p>' if busy else ""
     return (

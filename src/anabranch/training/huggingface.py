@@ -393,9 +393,8 @@ def _require_known(options: Mapping[str, Any]) -> None:
 
     known = {*inspect.signature(train).parameters, *inspect.signature(Pipeline).parameters}
     asked = [name for name in options if name not in known - {"options", "workload", "plan"}]
-    asked += [
-        "callbacks" for call in options.get("callbacks", ()) if hasattr(call, "on_train_begin")
-    ][:1]
+    if any(hasattr(call, "on_train_begin") for call in options.get("callbacks", ())):
+        asked.append("callbacks")
     if asked:
         ways = "; ".join(f"{n}: {_INSTEAD.get(n, 'there is no such argument')}" for n in asked)
         raise TypeError(f"arguments that the pipeline's Trainer does not take: {ways}")
