@@ -123,9 +123,7 @@ def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None
 
 
 def go_on(context: typer.Context, resume: Path | None) -> Path | None:
-    """Take a checkpoint for what a run file says to begin with, if the user names it beside the
-    file; for ``--resume``.
-    """
+    """Leave out how a run file begins where the user goes on from elsewhere; for ``--resume``."""
     if _is_typed(context, "resume"):
         context.default_map = {**(context.default_map or {}), "weights": None, "seed": None}
     return resume

@@ -100,9 +100,7 @@ def compare(
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options
         )
-        contenders = [
-            comparison.Contender(name, policy) for name in planners for policy in policies
-        ]
+        contenders = [comparison.Contender(n, policy) for n in planners for policy in policies]
     else:
         results = usage(solve.compare, *where, planners, **options)
         contenders = [comparison.Contender(name) for name in planners]
