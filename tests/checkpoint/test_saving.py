@@ -51,15 +51,16 @@ def test_a_step_that_was_not_good_leaves_no_checkpoint(tmp_path: Path):
 
 
 def test_a_rank_that_cannot_write_is_told_by_the_first(tmp_path: Path):
-    """Which would wait for its part for ever."""
+    """Which would wait for its part for ever; with the reason, as the user reads what it says."""
     chosen = target(tmp_path / "step-4", 2)
     first = saving(chosen, 0)
     chosen.file(1).mkdir()  # where the second rank wants to write a file
     second = saving(chosen, 1)
-    with pytest.raises(TrainingError, match=r"rank-1.safetensors cannot be written"):
-        second.wait()
-    with pytest.raises(TrainingError, match="rank-1 failed"):
-        first.wait()
+    for each in (second, first):
+        with pytest.raises(
+            TrainingError, match=r"rank-1.safetensors cannot be written: .*directory"
+        ):
+            each.wait()
     assert list(tmp_path.iterdir()) == []
 
 

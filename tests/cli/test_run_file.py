@@ -71,6 +71,18 @@ def test_keys_are_options_and_the_command_line_goes_before(tmp_path: Path):
     assert (seen[2].steps, seen[2].log) == (7, ["jsonl:a", "csv:b"])
 
 
+def test_a_run_goes_on_by_the_file_that_it_began_with(tmp_path: Path):
+    """By the command that its last line says; only the file itself cannot begin in two ways."""
+    began = 'model = "two-branch"\nseed = 5\nweights = "bert"\n'
+    _, _, seen = parsed(tmp_path, began)
+    assert (seen[2].seed, seen[2].weights) == (5, Path("bert"))
+    code, said, seen = parsed(tmp_path, began, "--resume", "run")
+    assert code == 0, said
+    assert (seen[2].seed, seen[2].weights, seen[2].resume) == (None, None, Path("run"))
+    _, _, seen = parsed(tmp_path, f'{began}resume = "run"\n')
+    assert (seen[2].seed, seen[2].resume) == (5, Path("run")), "which is refused"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -53,6 +53,7 @@ def test_a_run_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "timeline.svg").exists()
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "held-out accuracy" in page
+    assert "Green: the loss of held-out data." in page
     assert "peak memory" in page
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.charts import curve_chart
+from anabranch.report.charts import loss_chart
 from tests.report.examples import of_class, parse
 
 
@@ -18,7 +18,7 @@ def points(path):
 
 def test_a_falling_loss_falls_on_the_chart():
     """Left to right, top to bottom."""
-    root = parse(curve_chart("loss", [3.0, 2.0, 1.0]).svg())
+    root = parse(loss_chart([3.0, 2.0, 1.0]).svg())
     (path,) = of_class(root, "path", "line0")
     (x0, y0), (x1, y1), (x2, y2) = points(path.get("d", ""))
     assert x0 < x1 < x2
@@ -28,7 +28,7 @@ def test_a_falling_loss_falls_on_the_chart():
 
 def test_a_loss_that_is_not_finite_leaves_a_gap():
     """Two pieces: before and after."""
-    root = parse(curve_chart("loss", [3.0, 2.0, math.nan, 1.0, 0.5]).svg())
+    root = parse(loss_chart([3.0, 2.0, math.nan, 1.0, 0.5]).svg())
     (path,) = of_class(root, "path", "line0")
     assert path.get("d", "").count("M") == 2
     assert "nan" not in path.get("d", "")
@@ -36,7 +36,7 @@ def test_a_loss_that_is_not_finite_leaves_a_gap():
 
 def test_many_steps_get_a_running_mean():
     """Of a constant, the constant; the values themselves stay in the background."""
-    root = parse(curve_chart("loss", [1.0] * 100).svg())
+    root = parse(loss_chart([1.0] * 100).svg())
     raw, mean = of_class(root, "path", "line0")
     assert "faint" in raw.get("class", "")
     assert {y for _, y in points(mean.get("d", ""))} == {y for _, y in points(raw.get("d", ""))}
@@ -44,7 +44,7 @@ def test_many_steps_get_a_running_mean():
 
 def test_the_curve_of_a_resumed_run_begins_behind_the_steps_before():
     """The axis has the numbers of the steps; the curve itself lies where it would."""
-    root = parse(curve_chart("loss", [3.0, 2.0, 1.0] * 20, before=60).svg())
+    root = parse(loss_chart([3.0, 2.0, 1.0] * 20, before=60).svg())
     numbers = [int(t.text or "") for t in of_class(root, "text", "num")]
     assert numbers == [61, 65, 70, 75, 80, 85, 90, 95, 100, 105, 110, 115, 120]
     unit = next(t for t in of_class(root, "text", "right") if t.text == "step")
@@ -52,14 +52,27 @@ def test_the_curve_of_a_resumed_run_begins_behind_the_steps_before():
     # The unit ends before the first number, which is centred on its step.
     assert float(first.get("x", "")) - float(unit.get("x", "")) >= 12
     (path,) = of_class(root, "path", "line0")
-    (other,) = of_class(parse(curve_chart("loss", [3.0, 2.0, 1.0] * 20).svg()), "path", "line0")
+    (other,) = of_class(parse(loss_chart([3.0, 2.0, 1.0] * 20).svg()), "path", "line0")
     assert path.get("d") == other.get("d")
+
+
+def test_losses_of_held_out_data_lie_at_their_steps():
+    """On the axes of the training losses, which make room for them; a lone one is a dot."""
+    values, held_out = [3.0, 2.0, 1.0, 0.5], {62: 4.0, 64: 6.0}
+    root = parse(loss_chart(values, before=60, held_out=held_out).svg())
+    (path,) = of_class(root, "path", "line0")
+    (evaluated,) = of_class(root, "path", "line2")
+    steps, (first, last) = points(path.get("d", "")), points(evaluated.get("d", ""))
+    assert [first[0], last[0]] == [steps[1][0], steps[3][0]]
+    assert last[1] < first[1] < steps[0][1]
+    (dot,) = of_class(parse(loss_chart(values, held_out={4: 1.0}).svg()), "path", "line2")
+    assert dot.get("d", "").endswith("h.01")
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf), max_size=80))
 def test_any_values_give_a_chart(values):
     """Also none, one, and nothing finite."""
-    svg = curve_chart("accuracy", values).svg()
+    svg = loss_chart(values).svg()
     parse(svg)
     assert "nan" not in svg.replace("accuracy", "")
     assert "inf" not in svg

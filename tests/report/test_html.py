@@ -115,12 +115,12 @@ def test_tables_curves_and_where_it_comes_from():
         tables=[
             ReportTable("Where it goes", ("part", "ms", ""), [("work", "7.5", "of all")], "In all.")
         ],
-        curves={"loss": [2.0, 1.5, 0.5], "rate": [1.0, 0.5]},
+        losses=[2.0, 1.5, 0.5],
         about={"command": "anabranch train mmt", "host": "a<b"},
     )
     reader = read(html)
     assert reader.texts["h2"] == [
-        *("Stages", "Where it goes", "Loss", "rate", "Stages in detail"),
+        *("Stages", "Where it goes", "Loss", "Stages in detail"),
         "Where this comes from",
     ]
     row = '<tr><td class="left">work</td><td class="">7.5</td><td class="left">of all</td></tr>'
@@ -138,7 +138,7 @@ def test_a_page_without_timelines_has_no_script():
 
 def test_the_page_needs_nothing_else():
     """No address but the names of XML, and a policy against loading any."""
-    html = page(plan(), SHOWN, curves={"loss": [1.0]})
+    html = page(plan(), SHOWN, losses=[1.0])
     reader = read(html)
     assert set(re.findall(r"https?://[^\"' ]+", html)) == {"http://www.w3.org/2000/svg"}
     assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in reader.tags}
@@ -196,7 +196,7 @@ def test_nothing_that_a_user_wrote_becomes_markup():
         [ShownTimeline(NASTY, timeline("0: 0F0 0-1"), graph)],
         figures=[Figure(NASTY, NASTY, NASTY)],
         tables=[ReportTable(NASTY, (NASTY, NASTY), [(NASTY, NASTY)], NASTY)],
-        curves={NASTY: [1.0]},
+        losses=[1.0],
         about={NASTY: NASTY},
         notes=[NASTY],
     )
@@ -239,7 +239,7 @@ def test_the_script_gets_every_action_and_message():
 
 def test_every_picture_has_a_title():
     """For screen readers."""
-    html = page(plan(), SHOWN, curves={"loss": [2.0, 1.0]})
+    html = page(plan(), SHOWN, losses=[2.0, 1.0])
     titles = re.findall(r"<svg.*?>\n<title>(.*?)</title>", html)
     assert [title.split(":")[0] for title in titles] == [
         "Stage graph",  # in numbers, for narrow pages
@@ -257,9 +257,9 @@ def test_any_plan_gives_a_page(data, any_plan):
     graph = any_plan.stage_graph
     steps = [ShownTimeline("step", data.draw(timelines(graph)), graph)]
     losses = data.draw(st.lists(st.floats(0, 9), max_size=3))
-    html = page(any_plan, steps, curves={"loss": losses} if losses else {})
+    html = page(any_plan, steps, losses=losses)
     read(html)
-    assert html == page(any_plan, steps, curves={"loss": losses} if losses else {})
+    assert html == page(any_plan, steps, losses=losses)
 
 
 def test_a_run_without_a_flush_says_so_everywhere():
@@ -269,9 +269,8 @@ def test_a_run_without_a_flush_says_so_everywhere():
     endless = replace(endless, stage_graph=replace(endless.stage_graph, stages=whole))
     devices = len(endless.stage_graph.devices)
     versions = WeightVersions((2, 1, 0), (3, 2, 1)[:devices])
-    curves = {"loss": [1.0, 0.5]}
     shown = [ShownTimeline("measured", MEASURED, endless.stage_graph)]
-    html = page(endless, shown, curves=curves, weights=versions)
+    html = page(endless, shown, losses=[1.0, 0.5], weights=versions)
     found = figures(html)
     assert "asynchronous 1f1b without a flush, policy stash" in html
     assert found["weight policy"] == ("stash", "no flush between mini-batches")

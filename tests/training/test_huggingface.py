@@ -154,6 +154,11 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     again.max_steps = 4
     with pytest.raises(TrainingError, match=r"nothing is left to do: .* has 8 of 8 steps"):
         training_options(again, workload)
+    # As Hugging Face's train(resume_from_checkpoint=...), where True is the newest.
+    named = arguments(output_dir=str(tmp_path / "out"), max_steps=6)
+    for resume in (True, tmp_path / "out"):
+        options = training_options(named, workload, resume)
+        assert (options["steps"], options["resume"]) == (4, tmp_path / "out")
 
 
 @pytest.mark.dist

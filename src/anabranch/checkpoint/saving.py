@@ -104,20 +104,24 @@ class Saving:
             if self._lock is not None:
                 abandon(self._target, self._lock)
             elif self._rank != 0:
+                mark = self._target.description(self._rank).with_suffix(".failing")
                 with suppress(OSError):  # the first rank need not wait in vain
-                    self._target.description(self._rank).with_suffix(".failed").touch()
+                    try:
+                        mark.write_text(str(error), "utf-8", "replace")
+                    finally:  # on a full disk empty
+                        mark.rename(mark.with_suffix(".failed"))
         finally:
             self._is_written.set()
             self._is_complete.set()
 
     def _all_parts(self) -> bool:
         target = self._target
-        names = {path.name for path in target.partial.iterdir()}
-        if failed := sorted(name for name in names if name.endswith(".failed")):
+        if failed := sorted(target.partial.glob("*.failed")):
+            why = failed[0].read_text("utf-8")
             raise TrainingError(
-                f"{target.folder} cannot be written: {failed[0].removesuffix('.failed')} failed"
+                why or f"{target.folder} cannot be written: {failed[0].stem} failed"
             )
-        return all(target.description(rank).name in names for rank in range(target.num_ranks))
+        return all(target.description(rank).exists() for rank in range(target.num_ranks))
 
     def _wait_for(self, condition: Any, *, limited: bool = True) -> None:
         """Look until it holds; TrainingError if it was given up, or nothing has come for long."""

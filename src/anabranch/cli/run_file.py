@@ -86,9 +86,12 @@ def in_file(*names: str, **more: Any) -> Any:
     return typer.Option(*names, hidden=True, callback=_refuse_option, **more)
 
 
+def _is_typed(context: typer.Context, name: str) -> bool:
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def _refuse_option(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    source = context.get_parameter_source(str(parameter.name))
-    if source is not None and source.name == "COMMANDLINE":
+    if _is_typed(context, str(parameter.name)):
         key = str(parameter.name).replace("_", "-")
         raise typer.BadParameter(
             f"{key} is a key of a run file, no option: write model = ... and {key} = ... to "
@@ -117,6 +120,13 @@ def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None
             "out one of them"
         )
     return plan
+
+
+def go_on(context: typer.Context, resume: Path | None) -> Path | None:
+    """Leave out how a run file begins where the user goes on from elsewhere; for ``--resume``."""
+    if _is_typed(context, "resume"):
+        context.default_map = {**(context.default_map or {}), "weights": None, "seed": None}
+    return resume
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:

@@ -15,7 +15,7 @@ import typer
 from anabranch.cli import settings
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
-from anabranch.cli.run_file import in_file, model_or_file, require_trust
+from anabranch.cli.run_file import go_on, in_file, model_or_file, require_trust
 from anabranch.cli.spread import Settings
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity, Precision
@@ -95,7 +95,7 @@ class TrainingSettings(Settings):
 
     steps: Annotated[int | None, typer.Option(min=0)] = None
     epochs: Annotated[int | None, typer.Option(min=1)] = None
-    resume: Path | None = None
+    resume: Annotated[Path | None, typer.Option(callback=go_on)] = None
     weights: Path | None = None
     save: Annotated[Path | None, typer.Option(callback=folder_to_write)] = None
     save_every: Annotated[str | None, typer.Option(metavar="STEPS|TIME")] = None

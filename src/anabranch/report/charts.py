@@ -1,33 +1,34 @@
-"""Curves of the page, such as the loss over training."""
+"""The loss over training, a picture of the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
 
 from anabranch.report.theme import PIXELS, Drawing, num, significant, text, ticks
 
 
-def curve_chart(
-    name: str,
+def loss_chart(
     values: Sequence[float],
     *,
-    width: float = 1200,
     unit: str = "step",
     before: int = 0,
     other: Sequence[float] = (),
+    held_out: Mapping[int, float] | None = None,
 ) -> Drawing:
-    """Draw values over the training steps with their running mean, interrupted where not finite.
+    """Draw losses over the training steps with their running mean, interrupted where not finite.
 
     Args:
         before: steps of earlier runs; the first value belongs to the next step.
         other: values of another run, from its first step on, in the second colour.
+        held_out: step -> loss of the evaluation behind it, in the third colour.
     """
-    height = 260.0
+    width, height = PIXELS.width, 260.0
     over = "training steps" if unit == "step" else f"{unit}es"
-    drawing = Drawing(width, height, f"{name} over the {over}")
-    finite = [v for v in (*values, *other) if math.isfinite(v)]
+    drawing = Drawing(width, height, f"loss over the {over}")
+    held_out = held_out or {}
+    finite = [v for v in (*values, *other, *held_out.values()) if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (0.0 if 0 <= low < 0.4 * high else low - pad), high + pad
@@ -56,6 +57,8 @@ def curve_chart(
         if many:
             smooth = _running_mean(series, len(series) // 60)
             drawing.add(_polyline([(x(i + 1), y(v)) for i, v in enumerate(smooth)], css, 2.0))
+    if evaluated := [(x(step - before), y(value)) for step, value in held_out.items()]:
+        drawing.add(_polyline(evaluated, "line2", 2.0))
     return drawing
 
 
@@ -83,17 +86,11 @@ def _running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) -> str:
     """Return a path interrupted where y is NaN; a lone point becomes a dot."""
-    points = _extremes(points)
     path = ""
-    pen_down = False
-    for (x, y), (_, following) in pairwise([*points, (0.0, math.nan)]):
-        if math.isnan(y):
-            pen_down = False
-            continue
-        path += f"{'L' if pen_down else 'M'}{num(x)} {num(y)}"
-        if not pen_down and math.isnan(following):
-            path += "h.01"
-        pen_down = True
+    for is_gap, run in groupby(_extremes(points), key=lambda point: math.isnan(point[1])):
+        if not is_gap:
+            places = [f"{num(x)} {num(y)}" for x, y in run]
+            path += f"M{'L'.join(places)}{'' if places[1:] else 'h.01'}"
     return (
         f'<path class="{css}" stroke-width="{num(stroke)}" stroke-linejoin="round" '
         f'stroke-linecap="round" d="{path}"/>'

@@ -60,9 +60,7 @@ def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
     placed = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         lane = next((i for i, t in enumerate(free_at) if t <= span.start), len(free_at))
-        if lane == len(free_at):
-            free_at.append(span.end)
-        free_at[lane] = span.end
+        free_at[lane : lane + 1] = [span.end]
         placed.append((span, lane))
     return placed
 

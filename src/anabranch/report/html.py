@@ -39,8 +39,9 @@ def page(
     *,
     figures: Sequence[Figure] = (),
     tables: Sequence[ReportTable] = (),
-    curves: Mapping[str, Sequence[float]] | None = None,
-    other_curves: Mapping[str, Sequence[float]] | None = None,
+    losses: Sequence[float] = (),
+    other_losses: Sequence[float] = (),
+    held_out: Mapping[int, float] | None = None,
     about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
     weights: WeightVersions = NOT_MEASURED,
@@ -54,9 +55,10 @@ def page(
         shown: timelines from top to bottom.
         figures: figures at the top; by default those predicted by the plan.
         tables: tables below the figures.
-        curves: values over the steps, such as the loss.
-        other_curves: likewise of another run, drawn over them in the second colour.
-        steps_before: steps of earlier runs, after which the curves begin.
+        losses: of each step.
+        other_losses: likewise of another run, drawn over them in the second colour.
+        held_out: step -> loss of held-out data behind it.
+        steps_before: steps of earlier runs, after which the losses begin.
         about: origin of the page, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
         weights: weight versions of a run without a flush.
@@ -93,16 +95,13 @@ def page(
             memory = _canvas("memory", "Memory of every device over the step")
             parts.append(_section("Memory of every device", memory))
     parts += [_text_table(table) for table in tables]
-    for name, values in (curves or {}).items():
-        chart = charts.curve_chart(
-            name,
-            list(values),
-            width=PIXELS.width,
-            unit="step" if plan.mode == "sync" else "mini-batch",
-            before=steps_before,
-            other=(other_curves or {}).get(name, ()),
+    if losses:
+        unit = "step" if plan.mode == "sync" else "mini-batch"
+        chart = charts.loss_chart(
+            losses, unit=unit, before=steps_before, other=other_losses, held_out=held_out
         )
-        parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
+        said = '<p class="hint">Green: the loss of held-out data.</p>' if held_out else ""
+        parts.append(_section("Loss", _picture(chart) + said))
     table = _scrolling(stage_table(plan, shown, weights, own), "Stages in detail")
     parts.append(_section("Stages in detail", f"{_SEARCH if shown else ''}{table}"))
     bounds = plan.predicted.bounds(plan.stage_graph) if plan.predicted is not None else ()
@@ -216,12 +215,11 @@ def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
         drawings.append(("named", stagegraph.draw(graph, busy)))
     else:
         drawings.append(("wide", stagegraph.draw_small(graph, wide, busy)))
-    least = num(drawings[-1][1].width)
     pictures = "".join(
         f'<div class="{name}">{drawing.svg(standalone=False)}</div>' for name, drawing in drawings
     )
-    fits = f"@container stages (min-width:{least}px)"
-    other = drawings[-1][0]
+    other, largest = drawings[-1]
+    fits = f"@container stages (min-width:{num(largest.width)}px)"
     what = "The stronger the colour of a stage, the larger the share of the time that it computes."
     hint = f'<p class="hint">{what}</p>' if busy else ""
     return (

@@ -49,12 +49,7 @@ def branches(graph: StageGraph) -> tuple[int, ...]:
              3 -> 4 --+
     """
     result: list[int] = []
-    count = 0
-    for s in range(len(graph)):
-        before = graph.predecessors[s]
-        if len(before) == 1 and len(graph.successors[before[0]]) == 1:
-            result.append(result[before[0]])
-        else:
-            result.append(count)
-            count += 1
+    for before in graph.predecessors:
+        goes_on = len(before) == 1 and len(graph.successors[before[0]]) == 1
+        result.append(result[before[0]] if goes_on else max(result, default=-1) + 1)
     return tuple(result)

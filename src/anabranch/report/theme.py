@@ -91,6 +91,7 @@ _RULES = """\
 .ab .hb{{fill:{wire-backward}}}
 .ab .line0{{stroke:{forward};fill:none}}
 .ab .line1{{stroke:{backward};fill:none}}
+.ab .line2{{stroke:{sum};fill:none}}
 .ab .faint{{stroke-opacity:.35}}
 .ab .bold{{font-weight:600}}
 .ab .right{{text-anchor:end}}

@@ -149,8 +149,10 @@ def batch_size(args: Any, devices: int) -> int:
     return TrainerArguments.of(args).per_device_train_batch_size * devices
 
 
-def training_options(args: Any, workload: Workload) -> dict[str, Any]:
-    """Arguments of ``training.train`` for a workload of ``workload_of``."""
+def training_options(
+    args: Any, workload: Workload, resume: str | Path | bool | None = None
+) -> dict[str, Any]:
+    """Arguments of ``training.train`` for a workload of ``workload_of``, after ``resume``."""
     taken, loader = TrainerArguments.of(args), cast("Any", workload.data)
     accumulate, per_epoch = taken.gradient_accumulation_steps, len(loader.source)
     steps, updates = taken.steps(per_epoch), taken.updates(per_epoch)
@@ -173,8 +175,8 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
         every, keep = taken.save_steps, taken.save_total_limit or 10**6
         options["save"] = Path(taken.output_dir)
         options["save_every"] = SaveEvery(batches(taken.save_strategy, every), keep=keep)
-    if taken.resume_from_checkpoint:
-        options["resume"] = Path(taken.resume_from_checkpoint)
+    if resume := resume or taken.resume_from_checkpoint:
+        options["resume"] = Path((taken.output_dir or ".") if resume is True else resume)
         options["steps"] -= (done := Checkpoint(options["resume"]).manifest.step)
         if options["steps"] <= 0:
             raise TrainingError(
@@ -241,8 +243,16 @@ class Trainer:
             **options,
         )
 
-    def train(self, plan: Plan | None = None) -> Any:
+    def train(
+        self,
+        plan: Plan | None = None,
+        resume_from_checkpoint: str | Path | bool | None = None,
+    ) -> Any:
         """Train on local ranks by a plan, by default one that is made here.
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the newest in ``output_dir``; by
+                default what ``args`` has.
 
         Returns:
             The ``Run``. The model has its weights, which ``save_model`` writes; so have the
@@ -252,8 +262,9 @@ class Trainer:
         from anabranch.runtime.plan_parts import prepare
         from anabranch.training import train
 
+        options = training_options(self.args, self.workload, resume_from_checkpoint)
+        options |= self._options
         chosen = plan or self.plan()
-        options: dict[str, Any] = training_options(self.args, self.workload) | self._options
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
         precision = options["compute"].precision
@@ -382,9 +393,8 @@ def _require_known(options: Mapping[str, Any]) -> None:
 
     known = {*inspect.signature(train).parameters, *inspect.signature(Pipeline).parameters}
     asked = [name for name in options if name not in known - {"options", "workload", "plan"}]
-    asked += [
-        "callbacks" for call in options.get("callbacks", ()) if hasattr(call, "on_train_begin")
-    ][:1]
+    if any(hasattr(call, "on_train_begin") for call in options.get("callbacks", ())):
+        asked.append("callbacks")
     if asked:
         ways = "; ".join(f"{n}: {_INSTEAD.get(n, 'there is no such argument')}" for n in asked)
         raise TypeError(f"arguments that the pipeline's Trainer does not take: {ways}")

@@ -36,7 +36,7 @@ def test_auto_takes_a_rewrite_for_its_gain(tmp_path: Path) -> None:
 def test_compare_says_that_it_leaves_the_model_as_it_is_written() -> None:
     """Where ``plan`` would try a rewrite, unless the user has decided."""
     compared = ["compare", *DLRM, *CLUSTER, "--batch-size", "64", "--planner", "even"]
-    told = "as it is written: plan tries join-split as well, here --rewrite join-split"
+    told = "as it is written; plan tries join-split too, and --rewrite join-split compares it"
     for decided, is_told in (([], True), (["--rewrite", "none"], False)):
         result = CliRunner().invoke(app, [*compared, *decided])
         assert result.exit_code == 0, result.output

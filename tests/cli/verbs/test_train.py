@@ -540,7 +540,7 @@ def test_a_checkpoint_with_all_epochs_is_refused_first(run, monkeypatch):
     monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)
     code, _, err = run(*once, "--resume", "saved", "--out", "b")
     assert code == 1
-    assert "nothing is left to do: saved has 1 of 1 epochs; ask for more" in err
+    assert "nothing is left to do: saved has 1 epochs already; ask for more than 1" in err
 
 
 def test_a_folder_that_is_nearly_a_checkpoint_says_where_one_is(run, tmp_path):

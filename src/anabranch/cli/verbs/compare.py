@@ -100,9 +100,7 @@ def compare(
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options
         )
-        contenders = [
-            comparison.Contender(name, policy) for name in planners for policy in policies
-        ]
+        contenders = [comparison.Contender(n, policy) for n in planners for policy in policies]
     else:
         results = usage(solve.compare, *where, planners, **options)
         contenders = [comparison.Contender(name) for name in planners]
@@ -125,8 +123,7 @@ def compare(
     }
     if is_async:
         document |= {"mode": "async", "optimizer": optimizer.name if optimizer else None}
-    if best is not None and is_async:
-        document["auto_policy"] = best.policy
+        document |= {"auto_policy": best.policy} if best is not None else {}
     if error is not None:
         document |= {"error": type(error).__name__, "message": str(error)}
     if model.file is not None:
@@ -148,7 +145,7 @@ def compare(
     can_rewrite &= not costs.graph.whole_parameters
     if can_rewrite and (names := ",".join(costs.graph.rewritable)):
         output.say(
-            f"the model as it is written: plan tries {names} as well, here --rewrite {names}"
+            f"the model as it is written; plan tries {names} too, and --rewrite {names} compares it"
         )
     if left := contenders[len(plans) :]:
         output.say(f"interrupted before {', '.join(contender.name for contender in left)}")
