@@ -166,8 +166,8 @@ def restore_scheduler(
     scheduler.load_state_dict(_in_type(_with_own_groups(saved, now, per_group), now, where))
 
 
-_OF_RECIPE = ("max_lrs", "base_momentums", "max_momentums")
-"""Entries per parameter group that a scheduler was made with, which training does not change."""
+_OF_CYCLES = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""Entries per parameter group that ``CyclicLR`` was made with, which training does not change."""
 
 
 def _with_own_groups(
@@ -179,7 +179,7 @@ def _with_own_groups(
         now: the state that it has as it was made.
         per_group: lists that were saved with the optimizer.
     """
-    own = {**{key: now[key] for key in _OF_RECIPE if key in now}, **per_group}
+    own = {**per_group, **{k: now[k] for k in _OF_CYCLES if k in now and "max_lrs" in now}}
     result = {**state, **{k: list(v) for k, v in own.items() if k in state}}
     functions = now.get("lr_lambdas")
     if functions is not None and len(functions) != len(state.get("lr_lambdas", functions)):
