@@ -362,18 +362,17 @@ class _ProgramBuilder:
         return self.graph.create_node("get_attr", name)
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
-        """Without gradients means: on detached inputs, which still share their storage. An input
-        that is returned, written in place or cast to the type that it has, is itself outside, with
-        its gradient.
+        """Copy the calls of a region. Without gradients its inputs are detached and still share
+        their storage; one that it returns, also written to in place or cast to its own type, is the
+        same tensor as outside, with its gradient.
         """
         body, *inputs = map_aggregate(arguments, self.operand)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
         originals: dict[int, fx.Node] = {}
         for place, source in zip(places, inputs, strict=True):
             self.env[place] = source
-            if isinstance(source, fx.Node):
-                inside = source if enabled else self.made(node, _aten.detach.default, source)
-                self.env[place] = inside
+            if isinstance(source, fx.Node) and not enabled:
+                inside = self.env[place] = self.made(node, _aten.detach.default, source)
                 originals[id(inside.meta["val"])] = source
 
         def outside(value: Any) -> Any:
