@@ -74,12 +74,15 @@ class MaskedByHand(Tokens):
 
 
 class Chosen(Tokens):
-    """The mean over the labels that a mask chooses, and a sum divided by a number of Python."""
+    """The mean over the labels that a mask chooses, and sums divided by their number, one of Python
+    and one of ones.
+    """
 
     def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
         scores, mask = self.scores(x), label != -100
         among = F.cross_entropy(scores[mask], label[mask])
         row, column = torch.where(mask)
+        among += scores.square().mean(-1).sum() / torch.ones_like(label[mask]).sum()
         return among + scores[row, column].square().sum() / int(mask.sum())
 
 

@@ -224,15 +224,15 @@ class Cluster:
         return tuple(map(Link, bandwidths, latencies, count()))
 
     def ring(self, devices: Sequence[int]) -> Link:
-        """The slowest link of a ring over ascending devices, as NCCL lays several at once: through
-        all cards that these devices have, as many as in the group that has fewest.
+        """The slowest link of a ring over ascending devices. As NCCL has them there are several at
+        once, one for each card that they use in the group where they use fewest.
         """
         counts = (fewest_cards(devices, *level[:2]) for level in self._port_levels)
         return self._ring(self.link(devices[0], devices[-1]), counts)
 
     def fastest_ring(self, replicas: int, level: int) -> Link:
-        """The slowest link of a ring over so many devices that meet at a level, where they are
-        spread evenly over as few groups as can be.
+        """The slowest link of the fastest ring over so many devices that meet at a level: one with
+        the devices spread evenly over the fewest groups that hold them.
         """
         spread = (replicas // max(2, -(-replicas // size)) for size, *_ in self._port_levels)
         counts = (min(cards, max(1, n)) for cards, n in zip(self.cards, spread, strict=True))
@@ -300,8 +300,11 @@ class Cluster:
 
 
 def fewest_cards(devices: Iterable[int], size: int, cards: int) -> int:
-    """Number of cards that ascending devices have in the group of so many devices and cards in
-    which they have fewest.
+    """Cards that ascending devices use in the group where they use fewest.
+
+    Args:
+        size: devices of a group.
+        cards: of a group.
     """
     if cards == 1:
         return 1

@@ -143,6 +143,12 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path):
         with pytest.raises(TrainingError, match="out cannot be written: full"):
             fill(write)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(TrainingError, match="out cannot be written"),
+        written_whole(tmp_path / "file" / "out", OSError),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("name", ["Bert", "CLIP"])

@@ -149,8 +149,11 @@ class Halved:
         lambda o: rates.CyclicLR(o, 0.1, [2 * group["lr"] for group in o.param_groups], 2),
         lambda o: rates.LambdaLR(o, [Halved() for _ in o.param_groups]),
         lambda o: rates.ChainedScheduler([rates.CyclicLR(o, 0.1, 0.4, 2), rates.ConstantLR(o)]),
+        lambda o: rates.SequentialLR(
+            o, [rates.ConstantLR(o, 0.5, 2), rates.CyclicLR(o, 0.1, 0.4, 2)], [2]
+        ),
     ],
-    ids=["cyclic", "functions", "chained"],
+    ids=["cyclic", "functions", "chained", "in turn"],
 )
 def test_a_rank_with_fewer_groups_goes_on_with_its_own(tmp_path: Path, make: Any):
     """Of the scheduler that another rank saved, which has an entry for each of its groups. Rates

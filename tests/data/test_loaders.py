@@ -190,9 +190,11 @@ def test_a_position_that_the_data_does_not_have():
 
 
 def test_epochs_are_told():
-    """As samplers of several processes want it."""
+    """As samplers of several processes want it, also one that refers to itself."""
 
     class Sampler:
+        sampler = property(lambda self: self)
+
         def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch
 

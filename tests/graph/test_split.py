@@ -275,6 +275,23 @@ def test_a_call_of_training_alone_does_not_move_later_ones_of_its_module() -> No
     assert [op.name for op in captured.evaluation().graph.ops] == ["table#2", "tanh#2", "head"]
 
 
+def test_a_head_of_training_alone_does_not_move_later_calls_of_other_modules() -> None:
+    """Without it their names in the trace are others, but their numbers are not."""
+
+    class Helped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper, self.twice = nn.Linear(4, 1), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            more = self.helper(x).mean() if self.training else 0.0
+            return self.twice(self.twice(x).tanh()).mean() + more
+
+    captured = capture(Helped(), (torch.randn(4, 4),), granularity="operator")
+    kept = [op.name for op in captured.graph.ops if op.name != "helper"]
+    assert [op.name for op in captured.evaluation().graph.ops] == kept
+
+
 # Wrong stages
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,10 +138,9 @@ def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
     except (OSError, kind) as error:
         raise TrainingError(f"{path} cannot be written: {error}") from error
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _name_in_peft(name: str, adapter: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -166,8 +167,8 @@ def restore_scheduler(
     scheduler.load_state_dict(_in_type(_with_own_groups(saved, now, per_group), now, where))
 
 
-_OF_RECIPE = ("max_lrs", "base_momentums", "max_momentums")
-"""Entries per parameter group that a scheduler was made with, which training does not change."""
+_OF_CYCLES = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""Entries per parameter group that ``CyclicLR`` was made with, which training does not change."""
 
 
 def _with_own_groups(
@@ -176,20 +177,18 @@ def _with_own_groups(
     """A scheduler's state with this rank's lists, also in the schedulers that it is made of.
 
     Args:
-        now: the state that it has as it was made.
+        now: its state as it was made.
         per_group: lists that were saved with the optimizer.
     """
-    own = {**{key: now[key] for key in _OF_RECIPE if key in now}, **per_group}
+    own = {**per_group, **{k: now[k] for k in _OF_CYCLES if k in now and "max_lrs" in now}}
     result = {**state, **{k: list(v) for k, v in own.items() if k in state}}
     functions = now.get("lr_lambdas")
     if functions is not None and len(functions) != len(state.get("lr_lambdas", functions)):
         result["lr_lambdas"] = functions
     if isinstance(parts := state.get("_schedulers"), list):
-        made = [*now.get("_schedulers", ()), *[{}] * len(parts)]
-        result["_schedulers"] = [
-            _with_own_groups(part, own_part, per_group)
-            for part, own_part in zip(parts, made, strict=False)
-        ]
+        made: list[Any] = now.get("_schedulers", [])[: len(parts)]
+        pairs = zip_longest(parts, made, fillvalue=dict[str, Any]())
+        result["_schedulers"] = [_with_own_groups(*pair, per_group) for pair in pairs]
     return result
 
 

@@ -182,7 +182,7 @@ class CostModel:
         return self.ring_price(self.cluster.ring(devices), len(devices))
 
     def ring_price(self, link: Link, ranks: int) -> tuple[float, float]:
-        """Likewise over so many devices with this slowest link among them."""
+        """The same over so many ranks with this slowest link among them."""
         return all_reduce_price(link.bandwidth, link.latency_s, ranks, self.updates)
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:

@@ -311,12 +311,13 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
 
 
 def _with_wrapped(part: Any, *names: str) -> list[Any]:
-    """An object, then what it and those that it wraps have under these names."""
-    wrapped = (getattr(part, name, None) for name in names)
-    return [
-        part,
-        *(p for inner in wrapped if inner is not None for p in _with_wrapped(inner, *names)),
-    ]
+    """An object and what it and those that it wraps have under these names, each once."""
+    parts = [part]
+    for outer in parts:
+        for inner in (getattr(outer, name, None) for name in names):
+            if inner is not None and all(inner is not known for known in parts):
+                parts.append(inner)
+    return parts
 
 
 def _leave_workers_of_parent(loader: Any) -> None:

@@ -18,7 +18,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -177,9 +177,8 @@ class EmptySelections:
         """
         is_tensor = isinstance(asked, torch.Tensor)
         truth, selection = _of_node(traced_node(asked)) if is_tensor else _of_symbol(asked)
-        if truth is None or not self._note(frame, lines_of_branch(frame, truth), selection):
-            return None
-        return truth
+        is_noted = truth is not None and self._note(frame, lines_of_branch(frame, truth), selection)
+        return truth if is_noted else None
 
     def length(self, frame: FrameType, rows: torch.Tensor) -> int | None:
         """One for a length on which a statement works; None for any other length."""
@@ -232,10 +231,8 @@ class EmptySelections:
         parts = [work for work in self._work if work.calls]
         traced = _Traced(list(_graph().nodes) if parts else [], output)
         self.forget()
-        for work in parts:
-            if (other := traced.other_effect(work)) is not None:
-                return work.place, *other
-        return None
+        effects = ((work.place, traced.other_effect(work)) for work in parts)
+        return next(((place, *effect) for place, effect in effects if effect is not None), None)
 
 
 _Found = tuple[bool | None, Selection]
@@ -389,8 +386,7 @@ def _is_empty(node: fx.Node, sizes: set[Any]) -> bool:
 
 def _graph() -> fx.Graph:
     mode: Any = get_proxy_mode()
-    graph: fx.Graph = mode.tracer.graph
-    return graph
+    return cast("fx.Graph", mode.tracer.graph)
 
 
 def traced_node(value: torch.Tensor | torch.SymBool) -> fx.Node | None:

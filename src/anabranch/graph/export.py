@@ -13,13 +13,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import re
 import sys
-import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +36,7 @@ from anabranch.graph.custom_functions import operator_of
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.module_state import with_attributes, without_keeping
 from anabranch.graph.returned_loss import fields_of, is_fraction, scalars
+from anabranch.graph.tracing import user_frame, user_line
 
 
 class ReturnsLoss(nn.Module):
@@ -318,31 +317,6 @@ def _refused_work(place: str, call: fx.Node, how: str) -> CaptureError:
         "operations differ from batch to batch; compute for the selection alone (x[rows]) and "
         "write to its places (out[rows] += y, or out.index_add_(0, rows, y))"
     )
-
-
-_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("graph", "runtime"))
-
-
-def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
-    """File and line of the innermost frame that is not torch's, Python's own or ours."""
-    place = "the module's forward"
-    for frame in stack:
-        name = os.path.abspath(frame.filename)
-        library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((tracing.TORCH, *_OURS)) or frame.filename.startswith("<"):
-            continue
-        place = f"{frame.filename}:{frame.lineno}"
-        if frame.line:
-            place += f" ({textwrap.shorten(frame.line, 100)})"
-    return place
-
-
-def user_line(node: fx.Node) -> str:
-    """File and line of the innermost forward, the user's or a library's, that makes a call."""
-    trace = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
-    return user_frame(traceback.FrameSummary(file, int(line), name) for file, line, name in trace)
 
 
 def _layer_dropout(module: nn.Module) -> str:

@@ -25,7 +25,7 @@ from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.changed_state import copy_changed_state
 from anabranch.graph.counted_means import counted_means
 from anabranch.graph.empty_selections import EmptySelections
-from anabranch.graph.export import ReturnsLoss, export, quiet, user_line
+from anabranch.graph.export import ReturnsLoss, export, quiet
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -47,7 +47,7 @@ from anabranch.graph.module_state import (
     with_layouts,
 )
 from anabranch.graph.rewrites import Rewrite, rewrite
-from anabranch.graph.tracing import rare_collection, without_raising_guards
+from anabranch.graph.tracing import rare_collection, user_line, without_raising_guards
 from anabranch.remembered import remembered
 
 

@@ -19,7 +19,7 @@ Calls that need neither parameters nor gradients are free: they are copied to wh
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -232,8 +232,8 @@ def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Gr
     """Give an evaluation program's calls to the operators of the training program.
 
     A call goes where the same call of its module went, else to the operator of its latest input;
-    never before one of its inputs. It is known by its name in the trace, as those before it may be
-    of training alone, and else by its number.
+    never before one of its inputs. Where its module makes as many such calls in both programs, its
+    number tells which one it is, and otherwise its name in the trace.
     """
     by_name: dict[tuple[str, str, str], int] = {}
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -244,6 +244,7 @@ def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Gr
             by_frame[frame(node)].append(owner)
             by_name[node.name, frame(node), base_name(node)] = owner
     seen: dict[tuple[str, str], int] = defaultdict(int)
+    made = Counter((frame(node), base_name(node)) for node in traits.calls if not traits.free[node])
     owner_of: dict[fx.Node, int] = {}
     for node in traits.calls:
         if traits.free[node]:
@@ -252,7 +253,9 @@ def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Gr
         key = (frame(node), base_name(node))
         earlier = [owner_of.get(n, FREE) for n in node.all_input_nodes]
         known = homes[key] or by_frame[key[0]] or [0]
-        wanted = by_name.get((node.name, *key), known[min(seen[key], len(known) - 1)])
+        wanted = known[min(seen[key], len(known) - 1)]
+        if made[key] != len(homes[key]):
+            wanted = by_name.get((node.name, *key), wanted)
         seen[key] += 1
         owner_of[node] = max(wanted, *earlier) if earlier else wanted
     groups = CallGroups(traits)

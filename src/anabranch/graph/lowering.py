@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from anabranch.errors import CaptureError
 from anabranch.graph.autocast import AutocastRegion, region_of
 from anabranch.graph.empty_selections import EmptySelections
-from anabranch.graph.export import quiet, user_line
+from anabranch.graph.export import quiet
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -48,7 +48,7 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.group import Grouping
-from anabranch.graph.tracing import without_raising_guards
+from anabranch.graph.tracing import user_line, without_raising_guards
 from anabranch.graph.written_views import new_value, put_back, viewed, views, writes_first
 
 _aten = torch.ops.aten
@@ -362,27 +362,22 @@ class _ProgramBuilder:
         return self.graph.create_node("get_attr", name)
 
     def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
-        """Without gradients means: on detached inputs, which still share their storage. An input
-        that is returned, written in place or cast to the type that it has, is itself outside, with
-        its gradient.
+        """Copy the calls of a region. Without gradients its inputs are detached and still share
+        their storage; one that it returns, also written to in place or cast to its own type, is the
+        same tensor as outside, with its gradient.
         """
         body, *inputs = map_aggregate(arguments, self.operand)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
-        originals: dict[Any, Any] = {}
+        originals: dict[int, fx.Node] = {}
         for place, source in zip(places, inputs, strict=True):
-            is_detached = isinstance(source, fx.Node) and not enabled
-            self.env[place] = (
-                self.made(node, _aten.detach.default, source) if is_detached else source
-            )
-            originals[self.env[place]] = source
+            self.env[place] = source
+            if isinstance(source, fx.Node) and not enabled:
+                inside = self.env[place] = self.made(node, _aten.detach.default, source)
+                originals[id(inside.meta["val"])] = source
 
         def outside(value: Any) -> Any:
-            same = value
-            while isinstance(same, fx.Node) and (
-                writes_first(same.target) or (not enabled and _returns_first(same))
-            ):
-                same = same.args[0]
-            return originals.get(same, value)
+            known = isinstance(value, fx.Node) and originals.get(id(value.meta["val"]))
+            return known or value
 
         self.env[node] = map_aggregate(self.body(body, body.graph), outside)
 
@@ -400,9 +395,3 @@ class _ProgramBuilder:
         program.drop_dead()
         self.graph.lint()
         return program
-
-
-def _returns_first(call: fx.Node) -> bool:
-    """Return whether a call returns its first argument itself, as a cast to the same type does."""
-    first = call.args[0] if call.args else None
-    return isinstance(first, fx.Node) and call.meta["val"] is first.meta["val"]

@@ -270,3 +270,19 @@ def pairs_others(node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int
                 continue
             folds.setdefault(_sizes(value)[axis.dim], set()).add(axis.inner)
     return any(len(inner) > 1 for size, inner in folds.items() if size > samples)
+
+
+def is_over_one_index(einsum: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
+    """False for ``ni,mj->ij`` of samples n and m, a product of two sums over them.
+
+    Args:
+        twins: node -> the same one for twice the samples.
+    """
+    changed = set()
+    terms = str(einsum.args[0]).partition("->")[0].split(",")
+    for term, operand in zip(map(str.strip, terms), value_inputs(einsum), strict=True):
+        here, there = (n.meta["val"].shape for n in (operand, twins[operand]))
+        letters = term.replace("...", "." * (len(here) - len(term) + 3))
+        pairs = zip(letters, here, there, strict=True)
+        changed |= {c for c, a, b in pairs if not isinstance(a, int) or a != b}
+    return len(changed) == 1

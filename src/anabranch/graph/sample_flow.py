@@ -57,6 +57,7 @@ from anabranch.graph.sample_axis import (
     SampleAxis,
     is_across,
     is_index,
+    is_over_one_index,
     pairs_others,
     sample_axes,
 )
@@ -94,7 +95,7 @@ class _Follower:
             if node.op == "output":
                 self.read.update(node.all_input_nodes)
             elif node in self.read or written(node):
-                self.read.update(value_inputs(node))
+                self.read.update(self.value_inputs(node))
         # What the forward changes is another number in every micro-batch.
         self.changing = {source.name for _, source in program.writes_to(BUFFER)}
 
@@ -124,6 +125,11 @@ class _Follower:
     def axis(self, node: fx.Node) -> SampleAxis:
         """The samples of a value; none in what is no tensor."""
         return self.axes.get(node, SampleAxis(-1))
+
+    def value_inputs(self, node: fx.Node) -> list[fx.Node]:
+        """Inputs that a value depends on, also where their data tells its size alone."""
+        is_ragged = self.axis(node).trouble == RAGGED
+        return node.all_input_nodes if is_ragged else value_inputs(node)
 
     def mixes(self, node: fx.Node) -> bool:
         """True for an operation across samples whose result has samples."""
@@ -156,15 +162,13 @@ class _Follower:
             return flow
         is_weight = base_name(node).rstrip("_") in operations.ARITHMETIC and value.requires_grad
         if is_weight and any(f.kind in ("samples", *_TOTALS) for f in inputs):
-            self.coupling.append(node)
-            has_axis = self.axis(node).dim >= 0
-            return Flow("samples" if has_axis else "coupled", False)
+            return self.together(node, self.axis(node), known=False)
         return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
         if not (node in self.read or written(node)):
             return Flow("constant")  # of which a type or a size is read, as of x in ones_like(x[0])
-        read = value_inputs(node)
+        read = self.value_inputs(node)
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
         is_random = any(word in base_name(node) for word in operations.RANDOM)
         known = all(self.flows[source].known for source in read) and not is_random
@@ -211,10 +215,8 @@ class _Follower:
     def together(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
         """The flow of a value that the whole batch tells alone: put in where it is known."""
         self.uses = [use for use in self.uses if use[0] is not node]
-        if known and not axis.trouble:
-            return Flow("statistic")
-        if known:
-            return Flow("coupled")  # its readers have the whole batch
+        if known:  # readers of what is coupled have the whole batch
+            return Flow("coupled" if axis.trouble else "statistic")
         self.coupling.append(node)
         has_axis = (axis.dim >= 0 or axis.trouble == RAGGED) and axis.trouble != PAIRS
         return Flow("samples" if has_axis else "coupled", False)
@@ -383,19 +385,8 @@ class _Follower:
         from_zero = not name.endswith("_add") or _is_zero(node.args[0])
         is_count = name in operations.COUNTS and not ragged and from_zero
         is_product = name in operations.PRODUCTS and len(moving) == 2 and name != "addmm"
-        is_product = is_product and (name != "einsum" or self.is_over_one_index(node))
+        is_product = is_product and (name != "einsum" or is_over_one_index(node, self.twins))
         return Flow("sum", known) if is_count or name == "sum" or is_product else None
-
-    def is_over_one_index(self, einsum: fx.Node) -> bool:
-        """False for ``ni,mj->ij`` of samples n and m, a product of two sums over them."""
-        changed = set()
-        terms = str(einsum.args[0]).partition("->")[0].split(",")
-        for term, operand in zip(map(str.strip, terms), value_inputs(einsum), strict=True):
-            here, there = (n.meta["val"].shape for n in (operand, self.twins[operand]))
-            letters = term.replace("...", "." * (len(here) - len(term) + 3))
-            pairs = zip(letters, here, there, strict=True)
-            changed |= {c for c, a, b in pairs if not isinstance(a, int) or a != b}
-        return len(changed) == 1
 
 
 def _is_zero(value: Any) -> bool:

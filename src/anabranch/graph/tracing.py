@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -351,3 +354,28 @@ def library_rules() -> contextlib.AbstractContextManager[None]:
         rules += [(module, name, torch.autocast) for module in asking]
     rules.append((torch.autocast, "__init__", _on_real_device(torch.autocast.__init__)))
     return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])
+
+
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("graph", "runtime"))
+
+
+def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
+    """File and line of the innermost frame that is not torch's, Python's own or ours."""
+    place = "the module's forward"
+    for frame in stack:
+        name = os.path.abspath(frame.filename)
+        library = name.startswith(_PYTHON) and "site-packages" not in name
+        if library or name.startswith((TORCH, *_OURS)) or frame.filename.startswith("<"):
+            continue
+        place = f"{frame.filename}:{frame.lineno}"
+        if frame.line:
+            place += f" ({textwrap.shorten(frame.line, 100)})"
+    return place
+
+
+def user_line(node: fx.Node) -> str:
+    """File and line of the innermost forward, the user's or a library's, that makes a call."""
+    trace = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
+    return user_frame(traceback.FrameSummary(file, int(line), name) for file, line, name in trace)

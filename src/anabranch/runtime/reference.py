@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 
 from anabranch.data.packed import call_module
 from anabranch.errors import AnabranchError, TrainingError
-from anabranch.graph.export import user_frame
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.returned_loss import scalars
 from anabranch.graph.reverted import unchanged_buffers, without_gradients
+from anabranch.graph.tracing import user_frame
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.dropout import without_dropout

@@ -360,10 +360,9 @@ def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any)
     return partial(_as_batch, collator, taken)
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def _plain(model: nn.Module) -> Any:
     """The model itself, where peft has wrapped it with adapters."""
-    wrapped: Any = model
-    return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
