@@ -181,6 +181,10 @@ class CostModel:
         """Seconds per byte and of latency of the all-reduces of a batch over ascending devices."""
         return self.ring_price(self.cluster.ring(devices), len(devices))
 
+    def least_all_reduce_price(self, ranks: int, level: int) -> tuple[float, float]:
+        """The same over so many devices that meet at a level, wherever they are."""
+        return self.ring_price(self.cluster.fastest_ring(ranks, level), ranks)
+
     def ring_price(self, link: Link, ranks: int) -> tuple[float, float]:
         """The same over so many ranks with this slowest link among them."""
         return all_reduce_price(link.bandwidth, link.latency_s, ranks, self.updates)

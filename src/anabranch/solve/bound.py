@@ -214,8 +214,7 @@ class _Relaxation:
             compute_s = passes * (forward_s + backward_s)[fitting]
             returned_s = (passes * (forward_s + inputs_s)[fitting]).min(axis=0)
             level = cost.cluster.link(0, row).level
-            ring = cost.cluster.fastest_ring(replicas, level)
-            byte_s, latency_s = cost.ring_price(ring, replicas)
+            byte_s, latency_s = cost.least_all_reduce_price(replicas, level)
             busy[row] = compute_s.min(axis=0) + update_s / replicas
             alone_s = busy[row] + transfer_s(held.summed, byte_s, latency_s)
             least[row] = before_s + np.maximum(alone_s, returned_s + behind_s)
@@ -228,7 +227,7 @@ class _Relaxation:
                 apart_s = np.inf
                 if replicas > 1:
                     outer = cost.cluster.link(0, replicas).level
-                    price = cost.ring_price(cost.cluster.fastest_ring(replicas, outer), replicas)
+                    price = cost.least_all_reduce_price(replicas, outer)
                     apart_s = before_s + busy[replicas - 1] + transfer_s(held.summed, *price)
                 filled_s = _filled_s(cost, batch_size, level, samples, forward_s, backward_s)
                 filled_s += update_s / replicas

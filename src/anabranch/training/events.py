@@ -95,7 +95,7 @@ class PlanEvent:
     Attributes:
         why: as text.
         predicted_s: seconds of its step, None if they are not known.
-        plan: the plan.
+        plan: that training goes on with.
     """
 
     name: ClassVar[str] = "plan"

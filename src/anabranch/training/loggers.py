@@ -33,7 +33,7 @@ class JsonLines:
     def __call__(self, event: Event) -> None:
         """Write one line."""
         document = {"event": event.name, **_as_json(asdict(event))}
-        document.pop("plan", None)
+        document.pop("plan", None)  # the record of the run has it
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(document, allow_nan=False) + "\n")
 

@@ -60,7 +60,7 @@ class Space:
 
     @cached_property
     def _alike(self) -> int:
-        """Devices in a row that have the same cards of each level, or each one of its own."""
+        """Number of devices in a row that share the cards of each level, or have one each."""
         sizes, cards = self.cost.cluster.group_sizes, self.cost.cluster.cards[1:]
         pairs = [(size, n) for size, n in zip(sizes, cards, strict=False) if n < size]
         return math.gcd(sizes[0], *(1 if size % n else size // n for size, n in pairs))

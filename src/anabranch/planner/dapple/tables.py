@@ -106,7 +106,7 @@ class RunTables:
 
     def _ring_s(self, level: int, degree: int, done: Floats) -> Floats:
         reduced, cost = self.row.matrices.held.summed, self.row.cost
-        per_byte, latency_s = cost.ring_price(cost.cluster.fastest_ring(degree, level), degree)
+        per_byte, latency_s = cost.least_all_reduce_price(degree, level)
         if not self.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))
         # Column j: the gradients of the operators before cut j, which are complete when the
