@@ -1,7 +1,5 @@
 """Captured models that several tests share: Hugging Face's and the built-in ones, small."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

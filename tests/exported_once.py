@@ -4,8 +4,6 @@ A fifth of the time of all tests was in ``torch.export``, nearly half of it for 
 test had exported before. Tests of exports themselves, in ``tests/graph``, make their own.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

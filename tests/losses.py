@@ -3,8 +3,6 @@
 Each entry of ``MODELS`` is (module, kind); all take ``batch(samples)``.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

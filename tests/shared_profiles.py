@@ -1,7 +1,5 @@
 """Where public profiles lie that may not be part of this repository."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sequences of several lengths: a plan trains batches of every declared size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

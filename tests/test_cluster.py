@@ -1,7 +1,5 @@
 """Clusters: presets, links through the hierarchy, shared ports, refusals."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

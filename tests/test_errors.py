@@ -1,7 +1,5 @@
 """What a user is told of errors that are not ours."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

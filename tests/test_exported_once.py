@@ -1,7 +1,5 @@
 """Exports that tests share are those of modules that are alike in all but their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

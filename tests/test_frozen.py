@@ -2,8 +2,6 @@
 frozen parameter does not need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

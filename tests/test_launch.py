@@ -1,7 +1,5 @@
 """Local ranks: results, and above all ends. Every test has a limit of its own inside ``run``."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -2,8 +2,6 @@
 however the batch is sliced.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

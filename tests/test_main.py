@@ -1,7 +1,5 @@
 """The entry point of the command line."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

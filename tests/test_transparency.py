@@ -5,8 +5,6 @@ The one process accumulates the same micro-batches in the same order, on one thr
 own module.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

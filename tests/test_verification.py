@@ -1,7 +1,5 @@
 """The comparison itself: it says equal where things are, and finds what is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

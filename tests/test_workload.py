@@ -1,7 +1,5 @@
 """A workload is a value: it is checked when made, and changed by making another one."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import FrozenInstanceError, replace
 from functools import partial

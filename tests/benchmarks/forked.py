@@ -1,7 +1,5 @@
 """Ranks of the benchmark of GPUs as forks of this process, which has imported torch already."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A model that is small in whatever preset a benchmark asks for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from anabranch.models import build

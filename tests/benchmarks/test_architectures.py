@@ -1,7 +1,5 @@
 """Architectures of others: some that are equal to one process, and those that are refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The benchmark of training without a flush: every section measures something small."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

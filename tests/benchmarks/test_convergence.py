@@ -1,7 +1,5 @@
 """The benchmark of convergence: its shortcuts, its statistics, and going on from a file."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """The benchmark of depths: stacked models are those of a pipeline, and its runs are kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The benchmark of faults: every part counts one or two drawn cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 rows.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The benchmark of host input: ranks read fewer bytes than the whole data."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.host_input import __main__

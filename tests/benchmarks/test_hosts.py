@@ -1,7 +1,5 @@
 """Recipes for several hosts, as they are on their page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of memory: predicted peaks, and the table of shared optimizer state."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.memory import __main__ as peaks

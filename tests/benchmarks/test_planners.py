@@ -1,7 +1,5 @@
 """The benchmark of planners: cases, the file of results, and what is read from it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

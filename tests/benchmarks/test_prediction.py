@@ -1,7 +1,5 @@
 """The benchmark of predicted steps: what stands beside each other."""
 
-from __future__ import annotations
-
 from itertools import count
 from types import SimpleNamespace
 from typing import cast

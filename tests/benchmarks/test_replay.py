@@ -1,7 +1,5 @@
 """Asynchronous training in one process against loops that apply the definitions."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial

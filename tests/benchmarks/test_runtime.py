@@ -1,7 +1,5 @@
 """The benchmark of the runtime: every section measures something small, and shows it."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The benchmark of list schedules: what it calls the shortest is, and lists are near it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import permutations, product
 

@@ -1,7 +1,5 @@
 """The benchmark of trainings, small: tasks are trained, scored and told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

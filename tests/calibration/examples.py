@@ -1,7 +1,5 @@
 """A calibration with figures that are easy to add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from anabranch.calibration.machine import this_machine

@@ -1,7 +1,5 @@
 """Local ranks with the calibration in the user's cache, and when it is not used."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The machine at hand, and what another one differs in."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

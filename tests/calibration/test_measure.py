@@ -1,7 +1,5 @@
 """A machine is calibrated, and figures are put together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

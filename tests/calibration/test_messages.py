@@ -1,7 +1,5 @@
 """The line through the seconds of a small and of a large message."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.calibration.messages import SIZES, _line

@@ -1,7 +1,5 @@
 """What ranks do besides computing, told from steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.calibration import pipelines

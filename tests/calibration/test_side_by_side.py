@@ -1,7 +1,5 @@
 """The slowdown from what ranks were seen to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.calibration.side_by_side import slowdown

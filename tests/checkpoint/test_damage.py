@@ -1,7 +1,5 @@
 """Damaged checkpoints: refused before anything is loaded, with the file."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

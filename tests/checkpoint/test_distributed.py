@@ -1,7 +1,5 @@
 """PyTorch's distributed checkpoints, bit by bit in both directions."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Trained models in other programs: plain transformers, plain torch."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """States of optimizers and schedulers on their way through JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights that something else saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints: training goes on bit for bit under any plan, and a damaged file is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

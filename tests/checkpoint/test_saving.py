@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The command line as a user calls it, in this process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

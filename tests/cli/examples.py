@@ -1,7 +1,5 @@
 """Models, plans and planners that several tests of the command line share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Workloads that the command line tests name as package.module:function."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

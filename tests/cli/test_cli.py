@@ -1,7 +1,5 @@
 """The command line: one paragraph and an exit code for every mistake."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

@@ -1,7 +1,5 @@
 """Plans side by side: a table for 80 columns, and what is said below it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 they say.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

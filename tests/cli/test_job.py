@@ -1,7 +1,5 @@
 """The plan of the first rank, under torchrun."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

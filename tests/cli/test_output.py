@@ -2,8 +2,6 @@
 before it does anything.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from contextlib import suppress

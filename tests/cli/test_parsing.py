@@ -1,7 +1,5 @@
 """Options of planners as the user writes them."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

@@ -1,7 +1,5 @@
 """Plans made by hand: those of docs/plan-files.md, and what may be left out of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The plan as a run executes it: whose policy, reason, counts and figures are told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

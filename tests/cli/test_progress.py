@@ -1,7 +1,5 @@
 """Progress of training, in the terms of the rows that follow it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """What is left to do after a failure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

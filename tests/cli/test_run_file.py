@@ -1,7 +1,5 @@
 """A file that says what the command line can."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

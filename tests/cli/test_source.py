@@ -1,7 +1,5 @@
 """What the user may name as MODEL: here, profiles of other projects."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings become options, and options settings again, with plain words for choices."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from enum import StrEnum

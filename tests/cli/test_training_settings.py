@@ -1,7 +1,5 @@
 """Where figures of training go."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No file makes code run: every reader meets a shell command and a file of Python."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Loops in forked processes: the same results, whatever becomes of the processes."""
 
-from __future__ import annotations
-
 import os
 import time
 from itertools import count

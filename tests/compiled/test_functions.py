@@ -1,7 +1,5 @@
 """Compiled functions do what plain Python does; only their own user's machine code is trusted."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Seconds of messages and all-reduces by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

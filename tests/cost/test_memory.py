@@ -1,7 +1,5 @@
 """Memory of a device by hand, for one stage and for many."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

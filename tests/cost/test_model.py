@@ -1,7 +1,5 @@
 """Every formula of the cost model, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

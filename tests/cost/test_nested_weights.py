@@ -1,7 +1,5 @@
 """Weights of the stages between nested sets, against those of single stages."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import numpy as np

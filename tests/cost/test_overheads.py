@@ -1,7 +1,5 @@
 """Messages, agreement and updates by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes of rows against those of whole tables."""
 
-from __future__ import annotations
-
 from anabranch.cost.sparse import message_bytes, most_samples, rows_pay
 from anabranch.graph.opgraph import LookupTable
 

@@ -1,7 +1,5 @@
 """Length buckets of collators that pad to the longest of a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

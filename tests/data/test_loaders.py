@@ -1,7 +1,5 @@
 """Batches of DataLoaders and data sets."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import islice

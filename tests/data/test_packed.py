@@ -1,7 +1,5 @@
 """Batches of which some tensors have other things than samples in dimension 0."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The accelerator of a process, as far as a machine without one can tell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The table of devices, and that nothing else names one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of a few operators, each a stage, with times in milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from anabranch.cluster import Cluster

@@ -1,7 +1,5 @@
 """The devices' time, whatever the host does."""
 
-from __future__ import annotations
-
 import time
 
 from anabranch.emulation.clock import DeviceClock

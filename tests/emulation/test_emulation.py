@@ -1,7 +1,5 @@
 """Messages of emulated stages against those of the real ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.emulation.emulation import EmptyStages

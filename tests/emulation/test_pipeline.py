@@ -1,7 +1,5 @@
 """Emulated ranks: what happens in which order, and never faster than the devices could be."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A plan rehearsed from start to end: figures, time scale, timeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

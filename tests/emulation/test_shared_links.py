@@ -1,7 +1,5 @@
 """When messages arrive and all-reduces start, by the rules of the simulator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

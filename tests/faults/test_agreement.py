@@ -1,7 +1,5 @@
 """Ranks with different batches, and copies of parameters that drift apart: refused, and named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that do not go on, found by their launcher: soon, with what they were at."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

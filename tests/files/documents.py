@@ -1,7 +1,5 @@
 """Documents of every kind of file, and how they are edited and refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

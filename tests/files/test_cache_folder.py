@@ -1,7 +1,5 @@
 """Where commands keep things."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

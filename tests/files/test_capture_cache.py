@@ -1,7 +1,5 @@
 """Captured models, kept between commands."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

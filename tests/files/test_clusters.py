@@ -1,7 +1,5 @@
 """Cluster files: what is written comes back; presets by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From nodes and edges to a profile: what holds for any graph that a reader may find."""
 
-from __future__ import annotations
-
 import networkx as nx
 import pytest
 from hypothesis import given

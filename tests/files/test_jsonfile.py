@@ -1,7 +1,5 @@
 """JSON files: read with suspicion, written whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

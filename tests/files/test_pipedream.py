@@ -1,7 +1,5 @@
 """PipeDream's and DAPPLE's graph.txt."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

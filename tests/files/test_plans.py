@@ -1,7 +1,5 @@
 """Plan files: what is written comes back; modes, clusters and the contract of the document."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Profile files: what is written comes back."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Runs whose calls are recorded: every way in which ranks use their devices together."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -5,8 +5,6 @@ another rank are wrapped, and note what was called. What a run does on GPUs diff
 what a transport and a sum do inside.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Recorded programs of all ranks on the model."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial

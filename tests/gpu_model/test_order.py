@@ -4,8 +4,6 @@ Programs are recorded from real runs (``cases``); the runtime's own transport, h
 give them to GPUs of a model (``gpu``), whose hosts may wait for their device at any call.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

@@ -4,8 +4,6 @@ Everything is as between GPUs but what NCCL and streams do: notices, who begins,
 wait for all hosts, waits of hosts in which they do what others wait for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Runs the programs of a split one after the other in one process, as ranks would together."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

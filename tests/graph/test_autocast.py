@@ -1,7 +1,5 @@
 """Autocast in the forward, whose casts become calls that a plan can cut between."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 

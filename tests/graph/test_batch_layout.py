@@ -1,7 +1,5 @@
 """Batches of every form: names of their leaves, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

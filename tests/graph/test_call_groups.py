@@ -1,7 +1,5 @@
 """Groups of calls under merging: neighbours that may join, and sets that have to."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Dimensions of the samples, found by two sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

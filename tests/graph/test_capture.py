@@ -1,7 +1,5 @@
 """Captured modules: any number of samples, evaluation, and the module left as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

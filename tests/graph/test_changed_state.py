@@ -1,7 +1,5 @@
 """State that a forward changes."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import torch

@@ -1,7 +1,5 @@
 """Means over entries that a mask chooses keep their micro-batches where the mask is the batch's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """``ctc_loss`` as it is traced."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Orders, cycles and longest paths of directed graphs, against networkx."""
 
-from __future__ import annotations
-
 import networkx as nx
 import numpy as np
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Work that is left out on an empty selection: traced if it changes nothing then, else refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Traps of the tracer: what a forward may do, what is refused, and what the message says."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace

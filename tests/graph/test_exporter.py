@@ -1,7 +1,5 @@
 """Metrics that are numbers: of a batch in slices, what they are of the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of a tensor with several uses, added in the order of one process."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch.graph.gradient_order import dense, fan_out, fold, keep_strides

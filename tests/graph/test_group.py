@@ -1,7 +1,5 @@
 """Operators made of tensor operations: what is merged, what stays apart."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flat programs for any number of samples and any device, with the gradients of the module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Values and parameters of the graph of operators that a captured module becomes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Ports: which use of a value or of a tied parameter goes through which."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

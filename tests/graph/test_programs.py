@@ -1,7 +1,5 @@
 """Operators that are not PyTorch's own: numbers or the user decide whether they couple samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

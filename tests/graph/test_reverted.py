@@ -1,7 +1,5 @@
 """State that is as before after a block."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

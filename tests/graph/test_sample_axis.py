@@ -1,7 +1,5 @@
 """Where the samples are, found from sizes and views."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

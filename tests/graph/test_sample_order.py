@@ -1,7 +1,5 @@
 """Operations on folded samples of which neither sizes nor names tell that they keep the order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Decomposition into series and parallel parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Slices of parameters know their whole by their names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

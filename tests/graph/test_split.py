@@ -1,7 +1,5 @@
 """Stages of a captured module: gradients, ports, parameters, and what must not be cut wrongly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

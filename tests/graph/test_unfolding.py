@@ -1,7 +1,5 @@
 """Values whose samples share a dimension with something else, sent as views that can be cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

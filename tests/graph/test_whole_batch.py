@@ -1,7 +1,5 @@
 """Sums that a coupled loss reads are sent as rows, and the layers keep their micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Five chains with one trait each, and batches for them."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

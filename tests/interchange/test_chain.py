@@ -1,7 +1,5 @@
 """What PyTorch's pipelining can express of a plan, and the reasons for the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Chain plans under torch.distributed.pipelining, on real ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages as plain modules of the user's own submodules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Workloads of built-in models: parameters, epochs, learning rates."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

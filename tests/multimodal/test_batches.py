@@ -1,7 +1,5 @@
 """Batches of vision-language models: the same numbers as the model's own, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The file of docs/multimodal.md, word for word."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training of vision-language models, a step after the other, in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Small clusters and models with numbers that are easy to follow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import accumulate
 

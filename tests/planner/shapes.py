@@ -1,7 +1,5 @@
 """The papers' models by hand: their operators, sizes and branches, timed by a simple roofline."""
 
-from __future__ import annotations
-
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 

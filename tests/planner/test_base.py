@@ -1,7 +1,5 @@
 """Options of planners out of range are refused with their name, value and range."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """What every planner must do."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

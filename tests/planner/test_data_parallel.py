@@ -1,7 +1,5 @@
 """One stage on all devices."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.cluster import Cluster

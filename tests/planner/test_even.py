@@ -1,7 +1,5 @@
 """Equal runs of the model in one order."""
 
-from __future__ import annotations
-
 import re
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """The planner that tries every partition: its plans, its options and its limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

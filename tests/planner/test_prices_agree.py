@@ -1,7 +1,5 @@
 """Every planner's prices of a stage are those of the cost model and the simulator, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The strongest plan without branches, against every contiguous cut of the same order."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations, pairwise, product
 

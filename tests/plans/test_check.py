@@ -1,7 +1,5 @@
 """What is wrong with a plan is said in one sentence each, with names and numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

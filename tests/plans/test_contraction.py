@@ -1,7 +1,5 @@
 """Sets of operators as one operator each: which come along, and that nothing is lost."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """How many samples and micro-batches a stage must hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every partition of a small model, each once."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.plans.partitions import partitions

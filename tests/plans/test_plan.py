@@ -1,7 +1,5 @@
 """How plans are written for people."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

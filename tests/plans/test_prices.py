@@ -1,7 +1,5 @@
 """Prices of a model as a plan trains it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from anabranch.plans.prices import prices_of

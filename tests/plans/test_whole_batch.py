@@ -1,7 +1,5 @@
 """Stages that need the whole batch: what is wrong with others, and what proposals become."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Data sheets: peaks, waves of tiles, small products, memory-bound kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

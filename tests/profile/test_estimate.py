@@ -1,7 +1,5 @@
 """Estimates against numbers made by hand, a V100's measurements, and what autograd keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

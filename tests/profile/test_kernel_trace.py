@@ -1,7 +1,5 @@
 """Traces of kernels by hand, and the line between two of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value

@@ -1,7 +1,5 @@
 """Which kernels operators launch: names, sizes of products, bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

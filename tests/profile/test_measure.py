@@ -1,7 +1,5 @@
 """Measuring: the right figures in the right places, and the user's model as it was."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Kept bytes: each storage once, with the operator that made it. Working bytes: of a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

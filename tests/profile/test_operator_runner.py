@@ -1,7 +1,5 @@
 """The step in slow motion is the step: same loss, same gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """What profiles say of kept bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.graph.opgraph import Op, OpGraph

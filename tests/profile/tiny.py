@@ -1,7 +1,5 @@
 """Small models that the tests of this folder measure and estimate."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

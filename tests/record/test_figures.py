@@ -1,7 +1,5 @@
 """What is told of a run: terminal, JSON and page say the same, because they tell one document."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Run folders: what training leaves comes back, also where no step was recorded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of a run, as a document."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans and timelines that are small enough to check by eye, and a reader of the pictures."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 from anabranch.plans.plan import Plan, Prediction

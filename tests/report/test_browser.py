@@ -1,7 +1,5 @@
 """The page of a run in a real browser, where one is installed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

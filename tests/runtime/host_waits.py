@@ -8,8 +8,6 @@ host are read when an event has happened. A read behind which the device has bee
 a late one; the others leave it idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models with one trait each, plans for them, and the loop that pipelines agree with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace

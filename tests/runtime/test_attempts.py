@@ -1,7 +1,5 @@
 """Attempts of a run that torchrun starts again, in one store."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """What a batch has to be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Means over held-out batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How often the host waits for the device in a step."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Modules on the meta device: values by layer, the same under any plan, and only one's own."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """How many operations a step dispatches besides its passes: a few, however many parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

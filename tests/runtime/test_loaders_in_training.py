@@ -1,7 +1,5 @@
 """Training on DataLoaders and data sets, by several ranks and from the middle of an epoch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

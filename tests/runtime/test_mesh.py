@@ -1,7 +1,5 @@
 """Devices and ranks."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

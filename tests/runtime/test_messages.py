@@ -1,7 +1,5 @@
 """What a message consists of, and how parts become a whole again."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What a rank keeps of the model, and what it cannot train."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

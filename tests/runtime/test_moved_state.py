@@ -1,7 +1,5 @@
 """Training that changes its plan between two steps: bit for bit what a checkpoint would give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

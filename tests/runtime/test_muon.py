@@ -1,7 +1,5 @@
 """Muon beside Adam: each parameter as under torch's own, in one optimizer that can be resumed."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """What policies have to know of an optimizer, and which optimizers they refuse."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from itertools import count

@@ -1,7 +1,5 @@
 """Whole training runs on local ranks, against the plain loop in one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

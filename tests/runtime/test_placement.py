@@ -1,7 +1,5 @@
 """The device of a rank: which it is, and what of the model comes to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace

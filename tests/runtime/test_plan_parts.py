@@ -1,7 +1,5 @@
 """Plans that do not fit a model, and programs that are made before ranks start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Process groups: the backend that all ranks choose alike, their first use and their end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

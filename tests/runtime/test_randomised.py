@@ -5,8 +5,6 @@ Ranks are forked once per number of ranks and go through many plans. ``ANABRANCH
 many there are for each number of ranks: hundreds where the runtime has changed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

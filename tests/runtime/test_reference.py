@@ -1,7 +1,5 @@
 """One process that the pipeline is compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """The second call of a module, which says what the first one said."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Training by a plan with rewrites is training of the model as it was written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies in memory: which of them count, and what comes back."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

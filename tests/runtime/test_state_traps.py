@@ -5,8 +5,6 @@ local ranks. The pipeline has the losses of the loop, or refuses with a sentence
 and a way on, or says what differs.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence

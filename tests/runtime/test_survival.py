@@ -1,7 +1,5 @@
 """When a run is not worth another recovery."""
 
-from __future__ import annotations
-
 from anabranch.runtime.spare_copies import Recoveries
 
 

@@ -1,7 +1,5 @@
 """Texts between ranks, and that nothing else is there for them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs that run once before anything travels, and leave nothing behind."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any

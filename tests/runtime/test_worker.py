@@ -4,8 +4,6 @@ The threads share the model's parameters, so what they accumulate in ``.grad`` i
 over replicas and over the stages of a tied parameter.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

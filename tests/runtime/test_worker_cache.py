@@ -1,7 +1,5 @@
 """Workers for batches of other sizes than the plan's."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime.small import batch, built, plan, train_alone, with_options

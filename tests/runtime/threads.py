@@ -1,7 +1,5 @@
 """Workers of all devices of a plan, in threads of this process, under compute options."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pipelines that train on local ranks, and one process that does the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 mini-batches that replicas take in turn.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace

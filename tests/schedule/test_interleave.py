@@ -1,7 +1,5 @@
 """Several stages on one device: merged orders keep each stage's own order and never deadlock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

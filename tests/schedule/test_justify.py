@@ -1,7 +1,5 @@
 """Passes move: late first, then early."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from anabranch.schedule.justify import Passes, justified, links

@@ -1,7 +1,5 @@
 """Passes by number, scheduled in a list."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Lists with split backwards: as published on chains, and right on any stage graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a calibrated cluster and a measured update add to a step, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

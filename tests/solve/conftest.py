@@ -1,7 +1,5 @@
 """A planner that proposes what a test wants."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch import planner as planners

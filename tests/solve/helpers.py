@@ -1,7 +1,5 @@
 """Small models, planners and plans."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

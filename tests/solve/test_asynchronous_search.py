@@ -1,7 +1,5 @@
 """Asynchronous plans: what is chosen, with which memory, what is refused and said."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The bound of a step: by eye, below any simulated step, and below all plans of small models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A search goes on from its best plan, and only a shorter one takes its place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 

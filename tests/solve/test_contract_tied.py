@@ -1,7 +1,5 @@
 """Operators that share a parameter as one operator: which come along, and that nothing is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

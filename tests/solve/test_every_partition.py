@@ -1,7 +1,5 @@
 """If any stage graph fits a policy and the options, one is found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Plans that leave devices idle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Improvement on the best proposals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

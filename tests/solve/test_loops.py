@@ -1,7 +1,5 @@
 """Stages that share devices, found by planner auto: rows that pass the devices several times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

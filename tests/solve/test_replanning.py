@@ -1,7 +1,5 @@
 """Better plans for runs that go on, by steps that the simulator makes instead of devices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

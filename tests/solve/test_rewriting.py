@@ -1,7 +1,5 @@
 """The choice among rewrites, what is tried for tables, and the words for both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

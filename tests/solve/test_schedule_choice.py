@@ -1,7 +1,5 @@
 """Split backwards at the end of a search: where they pay, and fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

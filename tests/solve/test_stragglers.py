@@ -1,7 +1,5 @@
 """What is called slow: devices and links beside the others, never all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from anabranch.schedule.schedule import Action

@@ -1,7 +1,5 @@
 """Ready training loops on local ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

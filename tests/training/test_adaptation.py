@@ -1,7 +1,5 @@
 """Runs that look at what devices take, and go over to another plan."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Held-out data and checkpoints between steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An examination: what it finds in models with one trait each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face's way of training, by its own rules in a plain loop and as a pipeline."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

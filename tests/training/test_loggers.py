@@ -1,7 +1,5 @@
 """Ready callbacks, on events by hand."""
 
-from __future__ import annotations
-
 import builtins
 import csv
 import json

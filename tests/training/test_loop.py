@@ -1,7 +1,5 @@
 """The ready training loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

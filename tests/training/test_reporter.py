@@ -1,7 +1,5 @@
 """Events in the order of their steps."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which of the recorded steps stands for all."""
 
-from __future__ import annotations
-
 from itertools import repeat
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Runs that outlive their ranks: whatever dies, and when, nothing is other than without."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

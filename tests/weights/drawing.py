@@ -1,7 +1,5 @@
 """Tables of the versions that the passes of a policy read."""
 
-from __future__ import annotations
-
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import stage_actions
 from anabranch.schedule.schedule import Kind

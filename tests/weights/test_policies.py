@@ -1,7 +1,5 @@
 """What every pass reads under every policy, against the schedule itself and by eye."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

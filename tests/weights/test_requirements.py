@@ -1,7 +1,5 @@
 """Plans that a policy is not defined for, and recommendations."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 

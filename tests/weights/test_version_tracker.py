@@ -2,8 +2,6 @@
 what passes read.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The JSON of msr-fiddle/dnn-partitioning: layers and operators, training and inference."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Piper's JSON."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each published format finds its reader; any other file is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

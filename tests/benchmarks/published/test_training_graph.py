@@ -1,7 +1,5 @@
 """Forward and backward nodes into operators, on graphs small enough to draw."""
 
-from __future__ import annotations
-
 import networkx as nx
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The verb ``cluster``: what it shows, and what becomes of a calibration."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

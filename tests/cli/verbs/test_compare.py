@@ -1,7 +1,5 @@
 """The verb compare: rows, reasons, interrupts, documents and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verb doctor: what is to know of a model, as text and as a document."""
 
-from __future__ import annotations
-
 import json
 
 from anabranch.cli.verbs import doctor

@@ -1,7 +1,5 @@
 """The verb export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

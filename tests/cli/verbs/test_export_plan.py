@@ -1,7 +1,5 @@
 """The verb export-plan."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The verb plan: documents, baselines, policies, optimizers, interrupts and mistakes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

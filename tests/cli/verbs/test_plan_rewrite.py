@@ -1,7 +1,5 @@
 """``plan --rewrite``: what is tried, taken and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

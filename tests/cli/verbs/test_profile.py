@@ -1,7 +1,5 @@
 """The verb profile: measured, estimated, and files of other projects in our format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

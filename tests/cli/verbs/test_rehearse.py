@@ -1,7 +1,5 @@
 """``rehearse``: plan files of models and of profiles, on emulated devices."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The verb report with another run, and the first sentence of pages."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The verbs check and simulate: a plan file as it is, and in another mode or policy."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

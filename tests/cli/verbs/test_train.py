@@ -1,7 +1,5 @@
 """The verb train without a flush."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C in ``train``: what was learned is kept, and a second one is obeyed at once."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks that are started again: what they go on from, and where that ends."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

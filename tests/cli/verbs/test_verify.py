@@ -1,7 +1,5 @@
 """The verb verify."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cli.examples import TOWERS

@@ -1,7 +1,5 @@
 """Every rewrite has the loss and the gradients of the module as it was written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

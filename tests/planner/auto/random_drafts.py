@@ -1,7 +1,5 @@
 """Drafts of any kind for tests and benchmarks, drawn by a seed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from anabranch.cost import CostModel

@@ -1,7 +1,5 @@
 """What the simulator says of a draft: the yardstick of the evaluator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

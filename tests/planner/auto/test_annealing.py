@@ -1,7 +1,5 @@
 """Simulated annealing: it finds the best of an objective that is known, and keeps the best few."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

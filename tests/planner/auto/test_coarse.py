@@ -1,7 +1,5 @@
 """Coarse problems and the plans of the whole that theirs become."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.cluster import Cluster, Level

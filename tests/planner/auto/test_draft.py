@@ -1,7 +1,5 @@
 """Drafts and stage graphs say the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An evaluation is about what the simulator says, and knows what cannot run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import correlation, median

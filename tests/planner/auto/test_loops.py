@@ -1,7 +1,5 @@
 """Rows of stages that pass the devices several times."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

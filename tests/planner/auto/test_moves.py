@@ -1,7 +1,5 @@
 """What every move makes, and that it leaves a draft as it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

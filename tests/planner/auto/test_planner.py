@@ -1,7 +1,5 @@
 """Auto as a planner: what it begins with, and what it makes of that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

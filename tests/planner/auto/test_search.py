@@ -1,7 +1,5 @@
 """One search: its proposals, what lies near one of them, and where each comes from."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the drafts of a problem may be made of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

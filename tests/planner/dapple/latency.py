@@ -1,7 +1,5 @@
 """DAPPLE's L of any row of stages, stage by stage as the paper has it, for comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """L by hand, the growing suffix against the formulas, and the bounds that the search relies on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, cast
 

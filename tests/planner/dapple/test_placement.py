@@ -1,7 +1,5 @@
 """The three policies by eye, and the states that they lead to."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

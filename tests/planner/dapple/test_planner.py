@@ -1,7 +1,5 @@
 """The options of DAPPLE's planner, and Table 4 of the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 

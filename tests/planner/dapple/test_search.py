@@ -1,7 +1,5 @@
 """The recursion against all plans, one by one, and what it does when it may not see them all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 

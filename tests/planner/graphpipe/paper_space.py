@@ -1,7 +1,5 @@
 """The stage graphs that Algorithm 1 may express, enumerated one by one, and their best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache

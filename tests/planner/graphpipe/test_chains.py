@@ -1,7 +1,5 @@
 """A model as Algorithm 1 takes it apart, and made coarser where it is large."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Algorithm 1 against every stage graph that it may express."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, replace
 

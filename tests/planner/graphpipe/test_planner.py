@@ -1,7 +1,5 @@
 """The sweep over micro-batch sizes, what is proposed, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

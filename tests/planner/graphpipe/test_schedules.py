@@ -1,7 +1,5 @@
 """Configurations, and what single stages cost in them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """PipeDream's recurrence written down as it stands, and all plans that it speaks of."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

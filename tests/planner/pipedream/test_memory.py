@@ -1,7 +1,5 @@
 """Plans in little memory against every plan that there is."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

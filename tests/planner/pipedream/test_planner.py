@@ -1,7 +1,5 @@
 """PipeDream's plans: what they look like, and what its options do."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise, product
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans for the profiles that the paper's authors published."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.cluster import Cluster

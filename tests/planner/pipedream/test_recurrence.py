@@ -1,7 +1,5 @@
 """The recurrence in arrays against the recurrence as it is written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

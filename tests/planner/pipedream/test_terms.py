@@ -1,7 +1,5 @@
 """The terms one by one, and where the stages of a plan are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Piper's recurrence as the paper writes it, on prices straight from the cost model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

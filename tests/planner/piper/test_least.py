@@ -1,7 +1,5 @@
 """The search against the recurrence as the paper writes it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st

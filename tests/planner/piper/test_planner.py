@@ -1,7 +1,5 @@
 """Planner piper: proposals that hold, what its options do, and when it gives up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

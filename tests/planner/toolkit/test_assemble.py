@@ -1,7 +1,5 @@
 """Devices that are left find work, and stages that do not fit recompute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

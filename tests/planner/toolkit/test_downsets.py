@@ -1,7 +1,5 @@
 """All downsets, each once, and an end where there are too many."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

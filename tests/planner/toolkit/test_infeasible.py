@@ -1,7 +1,5 @@
 """What a refusal promises holds: with that memory, or on that many devices, there is a plan."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Stages find their places: replicas together, neighbours near each other, on every level."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

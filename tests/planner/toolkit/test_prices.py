@@ -1,7 +1,5 @@
 """Modes, numbers of replicas, micro-batch sizes and heights that fit memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from anabranch.cluster import Cluster, Level

@@ -1,7 +1,5 @@
 """Models cut into stages twice: by operators for what is tested, by hand for the reference."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

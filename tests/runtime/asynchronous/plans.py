@@ -1,7 +1,5 @@
 """Asynchronous plans for the models of ``tests.runtime.small``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ stage: the forward on the weights that it reads, the backward on the graph of th
 which the weights that the backward reads are written by hand where they differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

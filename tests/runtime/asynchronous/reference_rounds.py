@@ -6,8 +6,6 @@ Gradients of a round are kept apart until all are there, added in the order of t
 divided by their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Asynchronous pipelines on local ranks: plans for the models here, and many runs in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

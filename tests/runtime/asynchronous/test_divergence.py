@@ -1,7 +1,5 @@
 """A loss that climbs."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """AsyncPipeline on local ranks: what surrounds the stream of mini-batches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where weights are predicted to go, against the optimizers' own steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

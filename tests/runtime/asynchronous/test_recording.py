@@ -1,7 +1,5 @@
 """A timeline of some mini-batches, recorded while the pipeline is full."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

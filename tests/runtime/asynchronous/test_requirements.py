@@ -1,7 +1,5 @@
 """What asynchronous training asks of a plan and a workload, and how it says so."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Replicas that take mini-batches in turn, on local ranks: bit for bit the plain loop of rounds."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence

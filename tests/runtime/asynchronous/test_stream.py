@@ -1,7 +1,5 @@
 """The asynchronous schedule on local ranks: its order; bit for bit the loop of the definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

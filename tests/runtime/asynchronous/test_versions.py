@@ -1,7 +1,5 @@
 """One stage's weights: what parameters are inside and between passes, and which storages exist."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs by the ordinary bindings of their operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

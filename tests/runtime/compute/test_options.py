@@ -1,7 +1,5 @@
 """Whole training runs on local ranks under compute options, against the plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace

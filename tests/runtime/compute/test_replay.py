@@ -1,7 +1,5 @@
 """Stages that are replayed, with passes that are run again where a device would replay them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Both halves of a backward give the gradients of a whole one, bit by bit, and no more work."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

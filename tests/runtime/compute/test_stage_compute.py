@@ -1,7 +1,5 @@
 """One micro-batch of a stage: recomputation, random numbers, losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

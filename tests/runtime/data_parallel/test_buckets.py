@@ -1,7 +1,5 @@
 """Gradients as views of the buffer that is summed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

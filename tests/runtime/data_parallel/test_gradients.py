@@ -1,7 +1,5 @@
 """Gradients between backward and update."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

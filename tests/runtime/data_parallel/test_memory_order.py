@@ -1,7 +1,5 @@
 """Parameters that do not lie in memory row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path

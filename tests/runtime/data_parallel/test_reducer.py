@@ -1,7 +1,5 @@
 """Sums of gradients while backwards go on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

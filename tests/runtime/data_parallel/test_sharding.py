@@ -1,7 +1,5 @@
 """Optimizer state on one of the holders of a parameter, against state on all of them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of parameters that an optimizer updates in place of whole ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

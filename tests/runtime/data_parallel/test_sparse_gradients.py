@@ -2,8 +2,6 @@
 sparse gradients.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Updates without a barrier, per stage, and over several batches: against one process."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import warnings

@@ -1,7 +1,5 @@
 """What ranks are refused for before they train."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which failure is told, and how."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

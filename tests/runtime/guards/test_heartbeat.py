@@ -1,7 +1,5 @@
 """Which rank is named, and when."""
 
-from __future__ import annotations
-
 import pytest
 
 from anabranch.runtime.guards.heartbeat import Watch, default_timeout_s

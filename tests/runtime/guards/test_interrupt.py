@@ -1,7 +1,5 @@
 """Training that ends early ends at one step on all ranks, and goes on from there."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

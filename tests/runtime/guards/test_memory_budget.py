@@ -1,7 +1,5 @@
 """Ranks that would not fit do not start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a rank is, for others to read."""
 
-from __future__ import annotations
-
 from anabranch.runtime.guards.position import POSITION_INTS, Phase, Position, waits
 from anabranch.schedule.schedule import Action, Kind
 

@@ -1,7 +1,5 @@
 """Digests of batches and of copies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The comparison with the user's module before the first step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Ranks that watch each other through a store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

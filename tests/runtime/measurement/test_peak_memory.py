@@ -1,7 +1,5 @@
 """Bytes of tensors that are alive at once."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A measured timeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

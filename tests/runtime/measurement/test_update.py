@@ -1,7 +1,5 @@
 """Updates of copies of a model's parameters, timed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

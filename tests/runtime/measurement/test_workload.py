@@ -1,7 +1,5 @@
 """A workload is measured as it is trained; reading is the median without the loader's start."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One stage whose random operations are by sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Random operations by sample: the same under any plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Modules without their dropout."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers that are not finite: which step is refused, and what is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

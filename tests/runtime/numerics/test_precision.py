@@ -1,7 +1,5 @@
 """Mixed precision: equal to one process under autocast, and the scale to PyTorch's own scaler."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

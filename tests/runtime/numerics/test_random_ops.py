@@ -1,7 +1,5 @@
 """Random operations by their definitions, with numbers by sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

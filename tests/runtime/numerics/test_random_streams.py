@@ -1,7 +1,5 @@
 """Numbers by seed, step, operation, sample and place."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages between the ranks of one process, each a thread: for tests."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Runs one scenario over each transport."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

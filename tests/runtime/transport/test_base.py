@@ -1,7 +1,5 @@
 """Errors of torch.distributed: those of a lost peer, and those of this rank's own GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

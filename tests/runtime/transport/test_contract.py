@@ -2,8 +2,6 @@
 threads.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Messages between GPUs; the rules are those of ``test_contract``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What only messages through shared memory have: memory that two processes share."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

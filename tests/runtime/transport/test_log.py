@@ -1,7 +1,5 @@
 """The log of one rank's messages to another, both ends in one process."""
 
-from __future__ import annotations
-
 import os
 import sys
 

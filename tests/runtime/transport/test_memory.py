@@ -1,7 +1,5 @@
 """Blocks of shared memory, seen from both ends in one process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

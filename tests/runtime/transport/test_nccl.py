@@ -3,8 +3,6 @@
 ``test_gpu`` has the messages themselves, ``tests/gpu_model`` the order in which GPUs get them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence

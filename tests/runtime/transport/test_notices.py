@@ -1,7 +1,5 @@
 """Notices between ranks of one host and of several."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Tensors side by side."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
