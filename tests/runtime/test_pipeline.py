@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.errors import DataError, NonFiniteError, StageFailedError
+from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
@@ -252,23 +252,6 @@ def test_a_killed_rank_is_named_with_its_place() -> None:
         run(model, plan(model, 3), work, workload=workload)
 
 
-def broken_data(batch_size: int, epoch: int) -> Iterator[Batch]:
-    yield batch(batch_size)
-    raise OSError("the disk is gone")
-
-
-def test_data_that_raises_ends_all_ranks() -> None:
-    model = built("Chain")
-
-    def work(pipeline: Pipeline) -> None:
-        for each in pipeline.batches():
-            pipeline.step(each)
-
-    workload = with_options(model, data=broken_data)
-    with pytest.raises(DataError, match=r"epoch 0 raised at batch 1, at .*: OSError: the disk"):
-        run(model, plan(model, 2), work, workload=workload)
-
-
 def test_an_interrupted_step_does_not_count() -> None:
     """In a notebook: Ctrl-C in the middle of a step, then the cell runs again."""
     model = built("Chain")
@@ -309,20 +292,6 @@ def test_batches_that_raise_leave_the_others_their_messages() -> None:
 
     workload = with_options(model, optimizer=lambda named: Late(named, lr=0.1))
     run(model, plan(model, 2), work, workload=workload)
-
-
-def test_data_that_raises_on_one_rank_ends_the_others() -> None:
-    """They wait for it, and get to know."""
-    model = built("Chain")
-
-    def work(pipeline: Pipeline) -> None:
-        pipeline.step(BATCHES[0])
-        if dist.get_rank() == 1:
-            raise OSError("only here")
-        pipeline.step(BATCHES[1])
-
-    with pytest.raises(StageFailedError, match="rank 1 failed outside of the steps: OSError"):
-        run(model, plan(model, 2), work)
 
 
 def test_epochs_are_counted() -> None:

@@ -20,7 +20,7 @@ from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import SCHEDULES
-from anabranch.weights import PipeOptim, units_in_flight
+from anabranch.weights import PipeOptim
 from anabranch.workload import Batch
 from benchmarks.replay import Replay
 from tests.runtime import small
@@ -450,31 +450,6 @@ def test_numbers_that_are_not_finite_are_named_on_every_rank(bad: int) -> None:
     assert [rank[3] for rank in results] == [bad] * 3
 
 
-def test_a_gradient_that_overflows_is_named() -> None:
-    """The loss is finite, and so is every activation."""
-    model = cut("chain 2")
-    data = batches(6)
-
-    def work() -> str:
-        pipe = pipeline(model, plan_of(model))
-        if pipe.rank == 0:
-            weight = pipe._state.parameters["parts.0.0.weight"]
-            seen: list[int] = []
-
-            def overflow(gradient: Tensor) -> Tensor:
-                seen.append(1)
-                return gradient * float("inf") if len(seen) == 3 else gradient
-
-            weight.register_hook(overflow)  # type: ignore[no-untyped-call]
-        with pytest.raises(NonFiniteError) as caught:
-            list(pipe.steps(data))
-        return str(caught.value)
-
-    first, second = on_ranks(plan_of(model), work)
-    assert first == second
-    assert "gradient of parameter parts.0.0.weight is not finite in mini-batch 2: stage 0" in first
-
-
 # The policy and the counts in flight
 
 
@@ -490,12 +465,6 @@ def test_in_flight_counts_of_a_synchronous_plan() -> None:
         many = replace(chosen.stage_graph, batch_size=8 * 100)
         warm = SCHEDULES[schedule]().warm_up(many)
         assert [stage.in_flight for stage in warm.stages] == counts
-
-
-def test_minibatches_in_flight_from_microbatches() -> None:
-    """A unit is in flight as long as one of its micro-batches is."""
-    assert [units_in_flight(k, 1) for k in (1, 2, 5)] == [1, 2, 5]
-    assert [units_in_flight(k, 4) for k in (1, 2, 5, 6)] == [1, 2, 2, 3]
 
 
 def test_a_deep_warm_up_is_as_stale_as_it_is_deep() -> None:

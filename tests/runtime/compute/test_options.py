@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import InvalidPlanError
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import call, take
@@ -269,21 +267,6 @@ def test_evaluation_is_under_autocast_as_well() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [call(model.module, take(held_out, i, i + 4))["loss"].item() for i in (0, 4)]
     assert half == pytest.approx(sum(losses) / 2, rel=1e-6)
-
-
-def test_ranks_that_disagree_on_options_are_told() -> None:
-    """Each with its own value, before anything is sent in types that the other does not expect."""
-    model = built("Chain")
-    chosen = plan(model, 2)
-
-    def rank() -> str:
-        options = ComputeOptions(precision="bf16" if dist.get_rank() else "fp32")
-        with pytest.raises(InvalidPlanError) as caught:
-            Pipeline(model.workload, chosen, captured=model.captured, compute=options)
-        return str(caught.value)
-
-    for text in launch.run(rank, 2, timeout=LIMIT_S):
-        assert all(word in text for word in ("precision", "bf16", "fp32"))
 
 
 def test_exact_half_precision_refuses_shared_parameters() -> None:

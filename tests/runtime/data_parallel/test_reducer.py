@@ -12,8 +12,7 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.reference import reference
-from tests.runtime.small import batch, built, num_ranks, on_devices, plan, with_programs
+from tests.runtime.small import batch, built, num_ranks, plan, with_programs
 from tests.runtime.training import run
 
 pytestmark = pytest.mark.dist
@@ -62,25 +61,6 @@ def test_sums_are_those_of_afterwards(
 
     ranks = run(model, chosen, lambda pipeline: [compared(pipeline, n) for n in (11, 1)])
     assert ranks == [[([], [])] * 2] * num_ranks(chosen)
-
-
-@pytest.mark.parametrize("name", ["Tied", "Shared"])
-def test_gradients_are_those_of_one_process(name: str) -> None:
-    """Three replicas and one, with a stage between them that shares a device with the last."""
-    model = built(name, torch.float64)
-    chosen = on_devices(plan(model, 3, replicas=[3, 1, 1]), [(0, 1, 2), (1,), (2,)])
-    leaves = batch(13, 2, torch.float64)
-    expected = reference(model.module, leaves, [(0, 13)]).gradients
-
-    def work(pipeline: Pipeline) -> dict[str, Tensor]:
-        return pipeline.gradients(leaves)[1]
-
-    found = run(model, chosen, work)
-    for key, gradient in expected.items():
-        held = [each[key] for each in found if key in each]
-        assert held
-        for each in held:
-            torch.testing.assert_close(each, gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_sums_start_during_the_backward_in_one_order(small_buckets: None) -> None:

@@ -10,6 +10,7 @@ from anabranch import launch
 from anabranch.errors import AnabranchError, DataError, InvalidPlanError
 from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
+from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.guards import agreement
 from anabranch.runtime.guards.agreement import facts_of, require_agreement, version
 from anabranch.runtime.pipeline import Pipeline
@@ -94,18 +95,21 @@ def test_another_plan_model_or_option_on_one_rank() -> None:
     wide = Chain()
     wide.head = torch.nn.Linear(8, 4)
     other = Built(capture(wide, batch(4)), Workload(wide, batch(4)))
+    computes = [ComputeOptions(), ComputeOptions(precision="bf16")]
 
     of_plan, of_model, of_options = refusals(
         2,
         lambda rank: make(model, plan(model, 2 + rank)),
         lambda rank: make([model, other][rank], plan(model, 2)),
-        lambda rank: make(model, plan(model, 2), accumulate=1 + rank),
+        lambda rank: make(model, plan(model, 2), accumulate=1 + rank, compute=computes[rank]),
     )
     assert "disagree on the plan: rank 0 has 2 stages on 2 devices" in of_plan
     assert "rank 1 has 3 stages on 3 devices" in of_plan
     assert "disagree on the model: rank 0 has Chain with" in of_model
     assert "disagree on the options: rank 0 has accumulate 1, " in of_options
     assert "rank 1 has accumulate 2, " in of_options
+    assert "precision fp32" in of_options
+    assert "precision bf16" in of_options
 
 
 @pytest.mark.dist

@@ -117,7 +117,7 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     captured, profile = deep()
     cluster = replace(Cluster.preset("local:2"), cores=0)
     plan = anabranch.plan(
-        profile, cluster, 32, microbatch_size=4, schedule=schedule, max_replicas=1
+        profile, cluster, 32, planner="even", microbatch_size=4, schedule=schedule
     )
     assert len(plan.stage_graph) == 2
     samples = {"x": torch.randn(32, 256, 32)}

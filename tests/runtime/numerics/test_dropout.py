@@ -18,7 +18,6 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample
 from anabranch.workload import Workload
-from benchmarks.architectures.models import build, set_dropout
 from tests.runtime.numerics.by_sample import rewritten
 from tests.runtime.small import Built, plan
 from tests.runtime.test_worker import plans
@@ -106,22 +105,6 @@ def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-11)
-
-
-def test_models_of_others_draw_the_same() -> None:
-    """GPT-2's dropout: in embeddings, attention weights and blocks, with tied embeddings."""
-    module, example = build("GPT2", torch.float64)
-    set_dropout(module, 0.1)
-    model = Built(capture(module, example), Workload(module, example))
-    leaves = model.captured.layout.flatten(example)
-    whole = plan(model, 1, batch_size=4, microbatch_size=4)
-    parts = plan(model, 3, batch_size=4, microbatch_size=[2, 1, 4], replicas=[1, 2, 1])
-    expected, reference = step(model, whole, leaves, BY_SAMPLE)
-    loss, gradients = step(model, parts, leaves, BY_SAMPLE)
-    assert loss == pytest.approx(expected, rel=1e-10)
-    assert loss != pytest.approx(step(model, whole, leaves)[0], rel=1e-6)
-    for key, gradient in reference.items():
-        torch.testing.assert_close(gradients[key], gradient, rtol=1e-7, atol=1e-9)
 
 
 def test_seed_and_step_change_what_is_drawn() -> None:
