@@ -62,7 +62,7 @@ def test_a_step_is_that_of_the_whole_batch(
     layers = {"_VISION": "num_hidden_layers", "_SOUNDS": "encoder_layers"}
     if name != "Gemma3":
         layers |= dict.fromkeys(("_TEXT", "_POSITIONS"), "num_hidden_layers")
-    if name == "Qwen3VL":
+    if name in ("Qwen3VL", "Glm46V"):
         layers["_PATCHES"] = "depth"
     for options, key in layers.items():
         monkeypatch.setattr(multimodal, options, {**getattr(multimodal, options), key: 1})

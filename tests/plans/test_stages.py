@@ -5,54 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.plans.plan import Plan, Prediction, memory_text
-from anabranch.plans.stages import Stage, StageGraph, slice_sizes, split_evenly
-
-
-def two_branches(microbatch_size: int = 4, batch_size: int = 10) -> StageGraph:
-    r"""Stages 0 -> 2 and 1 -> 2 -> 3, the last on two devices."""
-    devices = ((0,), (1,), (2,), (3, 4))
-    stages = tuple(Stage((f"op{i}",), d, microbatch_size) for i, d in enumerate(devices))
-    return StageGraph(stages, ((0, 2), (1, 2), (2, 3)), batch_size)
-
-
-def test_neighbours_come_from_the_edges():
-    """Never from stage - 1."""
-    graph = two_branches()
-    assert graph.predecessors == ((), (), (0, 1), (2,))
-    assert graph.successors == ((2,), (2,), (3,), ())
-
-
-def test_height_is_the_longest_distance_to_a_sink():
-    """Depth counts stages, height counts edges."""
-    graph = two_branches()
-    assert graph.height == (2, 2, 1, 0)
-    assert graph.depth == 3
-
-
-def test_the_last_microbatch_holds_what_is_left():
-    """10 samples in micro-batches of 4: 4, 4, 2."""
-    graph = two_branches()
-    assert graph.num_microbatches(0) == 3
-    assert [graph.interval(0, i) for i in range(3)] == [(0, 4), (4, 8), (8, 10)]
-
-
-def test_replicas_hold_equal_slices():
-    """Device 3 the first half, device 4 the second."""
-    graph = two_branches()
-    assert [graph.slice(3, 0, r) for r in range(2)] == [(0, 2), (2, 4)]
-    assert [graph.slice(3, 2, r) for r in range(2)] == [(8, 9), (9, 10)]
+from anabranch.plans.stages import Stage, StageGraph, slice_sizes
 
 
 def test_ranks_are_the_places_of_the_devices():
     """A plan may leave devices of the cluster out; ranks have no gaps."""
     graph = StageGraph((Stage(("a",), (9, 3), 4), Stage(("b",), (5,), 4)), ((0, 1),), 8)
     assert graph.rank_of == {3: 0, 5: 1, 9: 2}
-
-
-def test_split_evenly_covers_the_interval_also_with_too_many_parts():
-    """Some parts are then empty."""
-    assert split_evenly(3, 10, 3) == [(3, 5), (5, 7), (7, 10)]
-    assert split_evenly(0, 1, 2) == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,6 @@ def test_the_full_pipeline(batch_size, size):
     assert graph.batch_size == batch_size
 
 
-def test_a_deep_warm_up_is_not_cut_either():
-    """Two more per stage edge."""
-    graph = asynchronous.full_pipeline(one_by_one(3, 2, 2), per_hop=2)
-    assert [stage.in_flight for stage in graph.stages] == [5, 3, 1]
-
-
 @pytest.mark.parametrize(
     ("batch_size", "sizes", "k", "message"),
     [

@@ -60,17 +60,6 @@ def test_branches_count_by_distance_not_by_stages():
     assert order(graph, 2)[:5] == ["2F0", "2F1", "2B0", "2F2", "2B1"]
 
 
-def test_the_largest_of_several_successors_counts():
-    """Stage 0 feeds the sink directly and by way of two more stages."""
-    graph = stages_on_one_device_each(((0, 1), (0, 3), (1, 2), (2, 3)), [1] * 4, 9)
-    assert counts(graph) == [4, 3, 2, 1]
-
-
-def test_deep_warm_up_is_twice_the_distance():
-    """2h + 1, DAPPLE's policy PB."""
-    assert counts(chain(4, 20), KFKB(per_hop=2)) == [7, 5, 3, 1]
-
-
 def test_no_stage_holds_more_than_there_is():
     """Fewer micro-batches than stages are no error."""
     assert counts(chain(4, 2)) == [2, 2, 2, 1]
@@ -103,14 +92,6 @@ def test_groups_of_two():
     graph = stages_on_one_device_each((), [1], 5, k=[2])
     expected = ["0F0", "0F1", "0B0", "0B1", "0F2", "0F3", "0B2", "0B3", "0F4", "0B4"]
     assert order(graph, 0) == expected
-
-
-def test_replicas_do_the_same():
-    """Each replica runs every micro-batch, on its own slice."""
-    graph = KFKB().warm_up(StageGraph((Stage(("op",), (3, 5), 2),), (), 4))
-    actions = KFKB().order(graph).actions
-    assert actions[3] == actions[5]
-    assert [str(a) for a in actions[3]] == ["0F0", "0B0", "0F1", "0B1"]
 
 
 def with_in_flight(graph: StageGraph, in_flight: list[int]) -> StageGraph:

@@ -59,15 +59,12 @@ def test_an_empty_slice_has_compute_but_no_messages():
 
 
 def test_only_gradient_edges_send_back():
-    """Token embeddings may be frozen, masks have no gradient at all."""
+    """Token embeddings may be frozen, masks have no gradient at all; the caller also decides which
+    edges have any data.
+    """
     graph = pair(Stage(("a",), (0,), 2), Stage(("b",), (1,), 2), 2)
     text = str(lowered(graph, edges=MessageEdges(back=())))
     assert text == "0: 0F0 0SF0>1@1[0:2] 0B0\n1: 1RF0<0@0[0:2] 1F0 1B0"
-
-
-def test_edges_without_data_have_no_messages():
-    """The caller decides which edges have any."""
-    graph = pair(Stage(("a",), (0,), 2), Stage(("b",), (1,), 2), 2)
     assert str(lowered(graph, edges=MessageEdges(forward=()))) == "0: 0F0 0B0\n1: 1F0 1B0"
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.in_flight import with_in_flight
@@ -17,8 +16,6 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.strategies import stage_graphs
-
-RULES = [InputsFirst(), ZeroBubble(), ZeroBubble(memory=2)]
 
 
 def row(stages: int, microbatches: int) -> StageGraph:
@@ -73,19 +70,6 @@ def test_no_more_memory_than_the_fullest_stage():
     assert [s.in_flight for s in ZeroBubble(2).warm_up(graph).stages] == [8, 8, 8, 8]
     room = ZeroBubble(2).warm_up(graph, lambda s: 5 if s == 1 else 100)
     assert [s.in_flight for s in room.stages] == [8, 5, 5, 5]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@given(stage_graphs(max_stages=5), st.booleans())
-def test_any_stage_graph_is_ordered(rule, graph, shared):
-    """Unequal micro-batches, replicas, and several stages on a device: every order passes the
-    check with its messages, which includes what is in flight and that nobody waits for ever.
-    """
-    if shared:
-        stages = tuple(replace(stage, devices=(s % 2,)) for s, stage in enumerate(graph.stages))
-        graph = replace(graph, stages=stages)
-    filled = rule.warm_up(graph)
-    check(lower(rule.order(filled), filled), filled)
 
 
 @given(stage_graphs(max_stages=5))

@@ -89,16 +89,6 @@ def test_nothing_is_read_before_it_is_made(name, edges):
             assert backward == forward or backward.version == n
 
 
-def test_a_short_branch_is_less_stale():
-    """On two branches of two stages and one, the shorter one is as stale as the longer one's end,
-    and a stage of a chain of all five would be staler.
-    """
-    graph = graph_of(TWO_BRANCHES, 20)
-    assert [unit_of(graph, s, 10).lag for s in range(5)] == [3, 2, 1, 1, 0]
-    chain = graph_of(((0, 1), (1, 2), (2, 3), (3, 4)), 20)
-    assert [unit_of(chain, s, 10).lag for s in range(5)] == [4, 3, 2, 1, 0]
-
-
 # Per stage of a chain of four, what forward and backward of mini-batches 0 to 6 read.
 READ = {
     "naive": [

@@ -74,11 +74,6 @@ def test_an_optimizer_without_a_rule_keeps_its_last_update():
     assert held("stash", 2, 4, last_update=True) == 3
 
 
-def test_a_deeper_warm_up_keeps_more():
-    """Six mini-batches in flight at distance two are six stashed versions."""
-    assert versions_held(Stash(), in_flight=6, deepest=6) == 6
-
-
 def test_many_microbatches_make_two_versions_enough():
     """2BW holds two versions however many of its micro-batches are in flight, up to a mini-batch's
     worth.
@@ -140,14 +135,3 @@ def test_every_policy_has_a_row_and_a_page():
     rows = [index.index(f"| [`{name}`]({name}.md) |") for name in POLICIES]
     assert rows == sorted(rows)
     assert {page.stem for page in DOCS.glob("*.md")} == {"index", *POLICIES}
-
-
-def test_a_table_by_eye():
-    """Two stages under PipeOptim: one looks one update ahead, the other has nothing to predict."""
-    assert draw(POLICIES["pipeoptim"](), graph_of(((0, 1),), 9), 3).splitlines() == [
-        "         copies  mini-batch  0  1    2",
-        "stage 0  2       F           0  0+1  1+1",
-        "                 B           0  1    2",
-        "stage 1  1       F           0  1    2",
-        "                 B           0  1    2",
-    ]
