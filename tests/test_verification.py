@@ -168,14 +168,6 @@ def test_a_model_on_the_meta_device_is_compared() -> None:
     assert result.num_parameters == len(list(module.parameters()))
 
 
-@pytest.mark.dist
-def test_a_number_of_devices_is_enough() -> None:
-    """The model is captured and cut evenly, the example is the batch."""
-    model = built("Chain")
-    result = verify(model.workload, 2, timeout=LIMIT_S)
-    assert (result.bitwise, result.num_devices) == (True, 2)
-
-
 def test_an_even_plan_has_a_stage_per_device() -> None:
     """Runs of the topological order; edges are those of the values."""
     graph = built("TwoBranch").captured.graph

@@ -155,12 +155,3 @@ def test_no_colour_goes_before_forced_colour(call, monkeypatch):
     for arguments in (["--help"], ["plan", "mtm"], ["check", "no.json"]):
         _, out, err = call(*arguments)
         assert "\x1b" not in out + err
-
-
-def test_a_model_that_cannot_be_captured_names_its_line(run):
-    """The user's own file and line, not ours."""
-    code, out, err = run("verify", "tests.cli.models:branching", "--json")
-    assert code == 1
-    assert "models.py" in err
-    assert "left.sum() > 0" in err or "line" in err
-    assert json.loads(out)["error"] == "CaptureError"

@@ -182,17 +182,7 @@ def test_a_plan_without_a_calibration_says_what_to_do(
 def test_a_kept_capture_is_said(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, and in the document; --no-cache captures anew."""
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
-    profile = (
-        "profile",
-        "candle-uno",
-        "--preset",
-        "small",
-        "-olayers=1",
-        "-obranches=2",
-        "--device",
-        "v100",
-        "--json",
-    )
-    said = [run(*profile), run(*profile), run(*profile, "--no-cache")]
+    words = "profile candle-uno --preset small -olayers=1 -obranches=2 --device v100 --json"
+    said = [run(*words.split(), *more) for more in ((), (), ("--no-cache",))]
     assert [json.loads(out)["kept_capture"] for _, out, _ in said] == [False, True, False]
     assert ["by the capture that is kept" in err for _, _, err in said] == [False, True, False]

@@ -105,14 +105,6 @@ def test_one_capture_serves_every_device_and_batch(builtin: Counted) -> None:
     assert builtin.captures == 3
 
 
-def test_the_use_of_a_kept_capture_is_said(builtin: Counted) -> None:
-    """The user learns that nothing was captured."""
-    said: list[str] = []
-    builtin(on_kept=lambda: said.append("first"))
-    builtin(on_kept=lambda: said.append("second"))
-    assert said == ["second"]
-
-
 def test_other_options_are_other_captures(builtin: Counted) -> None:
     """Size and granularity make other operators."""
     builtin()

@@ -101,17 +101,6 @@ def test_windows_line_ends_and_stage_ids(tmp_path: Path) -> None:
     assert read_profile(path) == read_profile(write(tmp_path, LINES))
 
 
-def test_names_have_the_id_where_descriptions_repeat(tmp_path: Path) -> None:
-    """Two linear layers: node2.Linear and node3.Linear."""
-    lines = [
-        node("node2", "Linear(2, 2)", 1, parameters=4),
-        node("node3", "Linear(2, 3)", 1, parameters=6),
-        "\tnode2 -- node3",
-    ]
-    found = read_profile(write(tmp_path, lines))
-    assert [op.name for op in found.graph.ops] == ["node2.Linear", "node3.Linear"]
-
-
 def test_ids_count_as_numbers(tmp_path: Path) -> None:
     """Where the edges leave a choice, node2 comes before node10."""
     lines = [node(key, key, 1, 1) for key in ("node10", "node2", "node1", "node11")]

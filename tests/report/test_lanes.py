@@ -39,11 +39,6 @@ def test_a_device_that_did_nothing_has_a_row_too():
     ]
 
 
-def test_wide_actions_are_boxes_of_their_own():
-    """Everything is wider than a pixel."""
-    assert boxes_of("0: 0F0 0-1 | 0F1 1-2 | 0B0 4-6", 0.5) == ["0F0", "0F1", "0B0"]
-
-
 def test_narrow_neighbours_share_a_box():
     """Less than a pixel wide each, less than a pixel apart; the wide one in between parts them."""
     text = "0: 0F0 0-0.2 | 0B0 0.2-0.4 | 0F1 0.9-2.9 | 0F2 3-3.2 | 0F3 3.4-3.5 | 0F4 5-5.1"

@@ -26,14 +26,8 @@ def test_exhaustive_only_where_it_has_an_answer(run, write_chain):
 
 def test_no_plan_at_all_is_a_failure(run, write_chain):
     """Exit code 1 and a paragraph; with --json the rows and the reason are one document."""
-    arguments = (
-        "compare",
-        *write_chain(memory_bytes=10),
-        "--planner",
-        "even",
-        "--planner",
-        "dapple",
-    )
+    names = "--planner even --planner dapple"
+    arguments = ("compare", *write_chain(memory_bytes=10), *names.split())
     code, out, err = run(*arguments)
     assert code == 1
     assert planners_of(out) == ["even", "dapple"]

@@ -117,6 +117,12 @@ def test_data_that_raises_ends_every_rank_and_the_steps_before_are_kept(run, mod
         (["--mode", "async", "--emulate"], "--mode: not with --emulate, nothing is trained"),
         (["--emulate"], "--devices: not with --emulate"),
         (["--keep", "2"], "keep is a key of a run file, no option"),
+        (["--resume", "a", "--weights", "b"], "begin with one of them"),
+        (["--resume", "a", "--seed", "1"], "the checkpoint has that of the run"),
+        (["--replan", "--mode", "async"], "--replan: not with --mode async"),
+        (["--survive", "--mode", "async"], "--survive: not with --mode async"),
+        (["--survive", "--replan"], "--survive and --replan: take one of them"),
+        (["--spare-copies", "5"], "only with --survive"),
     ],
 )
 def test_options_that_do_not_go_together(run, arguments, message):
@@ -190,7 +196,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
         (["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
         (["--log", "csv:nowhere/a.csv"], "there is no folder"),
         (["--save-every", "3"], "--save-every needs --save"),
-        (["--policy", "stash"], "--policy and its options are for --mode async"),
     ],
 )
 def test_what_is_wrong_with_any_model_is_refused_before_the_model_is_loaded(
