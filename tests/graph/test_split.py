@@ -87,6 +87,7 @@ def test_order_of_sums_is_not_an_accident() -> None:
     """On the same stages plain mode rounds otherwise, so exact mode has something to do."""
     captured, batch = captured_model("T5")
     stages = random_stages(captured.graph, 4, 0)
+    assert check_split(captured, batch, stages, exact=True) == 0.0
     assert 0 < check_split(captured, batch, stages, exact=False) < 1e-6
 
 

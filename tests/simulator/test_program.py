@@ -66,6 +66,13 @@ def test_halves_of_a_backward_take_half_of_it_each():
     assert [program.units[~x].seconds for x in code] == [1, 1, 1]
 
 
+def test_nothing_travels_between_stages_that_share_a_device():
+    """What one of them sends to the other on that device is no message."""
+    graph = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (0,), 1)), ((0, 1),), 1)
+    schedule = Schedule.parse("0: 0F0 1F0 1B0 0B0")
+    assert step_seconds(graph, schedule, TIMES) == 6
+
+
 def two_stages(samples: int) -> StageGraph:
     """Two in a row, a sample per micro-batch."""
     return StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 1)), ((0, 1),), samples)
