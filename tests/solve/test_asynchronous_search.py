@@ -8,12 +8,10 @@ from anabranch import planner as planners
 from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, PolicyError
-from anabranch.plans.check import stage_bytes
 from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import split_batches
-from anabranch.simulator import stream
 from anabranch.simulator.staleness import staleness
 from anabranch.solve.asynchronous_search import microbatch_sizes
 from anabranch.solve.version_demands import STREAM
@@ -236,24 +234,6 @@ def test_recomputation_on_other_weights_is_said(propose):
     assert not any("recompute" in note for note in exact)
 
 
-def test_the_summary_says_how_it_runs():
-    """Mode, policy and the time per mini-batch."""
-    text = asynchronous(on_chain(), 2, policy="stash").summary()
-    assert "asynchronous 1f1b, stash" in text
-    assert "a batch every 6000.00 ms" in text
-
-
-def test_stage_bytes_and_the_simulator_agree():
-    """What is refused for memory is what the simulator would show."""
-    cost = on_chain()
-    plan = asynchronous(cost, 2, policy="stash", max_replicas=1)
-    graph, versions = plan.stage_graph, (4, 3, 2, 1)
-    for s, peak in enumerate(plan.predicted.device_peak_bytes):
-        held = graph.stages[s].in_flight
-        assert peak == stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
-    assert stream.units_held(graph, 0) == 4
-
-
 def test_auto_goes_by_the_optimizer():
     """Without momentum there is nothing to predict with; its name is in the reason."""
     cost = on_chain()
@@ -282,13 +262,6 @@ def test_the_reason_of_auto_is_true_of_the_plan():
     assert f"at most {max(stage.versions for stage in held)} copies" in why
 
 
-def test_spectrain_is_refused_when_planning():
-    """Not only when training; of an optimizer that is not known nothing can be said."""
-    with pytest.raises(PolicyError, match="the optimizer is AdamW"):
-        asynchronous(on_chain(), 4, policy="spectrain", optimizer=OPTIMIZERS["adamw"])
-    assert asynchronous(on_chain(), 4, policy="spectrain").policy == "spectrain"
-
-
 def test_an_optimizer_may_be_named():
     """As on the command line; refused where the policy is for another one, or nobody knows it."""
     with pytest.raises(PolicyError, match=r"asyncpp is stashing under NAdam, .* is AdamW"):
@@ -296,14 +269,6 @@ def test_an_optimizer_may_be_named():
     assert asynchronous(on_chain(), 4, policy="asyncpp", optimizer="nadam").policy == "asyncpp"
     with pytest.raises(ValueError, match=r"unknown optimizer 'lion'; name one of sgd, .*nadam"):
         asynchronous(on_chain(), 4, policy="asyncpp", optimizer="lion")
-
-
-def test_an_optimizer_without_a_rule_takes_one_more_copy():
-    """100 bytes of weights at each of four stages; the last predicts nothing."""
-    one = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["adamw"])
-    two = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["other"])
-    assert one.predicted.device_peak_bytes == (600, 600, 600, 500)
-    assert two.predicted.device_peak_bytes == (700, 700, 700, 500)
 
 
 def test_auto_leaves_room_for_the_last_update():
