@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,10 @@ class Reading:
     ahead: int = 0
 
 
-class WeightPolicy(Protocol):
+class WeightPolicy:
     """Weights that forwards and backwards of one stage read.
+
+    Policies are frozen dataclasses, whose fields are their options, and so compare by value.
 
     Attributes:
         name: key in ``weights.POLICIES``.
@@ -75,23 +77,20 @@ class WeightPolicy(Protocol):
             first, with the copies of the weights that each keeps; see ``Correction``.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def microbatches(self) -> bool: ...
-
-    @property
-    def corrections(self) -> Mapping[str, int]: ...
-
-    def __hash__(self) -> int:
-        """Policies are values: what has been worked out for one holds for its equals."""
+    __slots__ = ()
+    name: ClassVar[str]
+    microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         """Return the reading of the forward; ``version`` is at most ``unit.seen``."""
+        raise NotImplementedError
 
     def backward(self, unit: Unit) -> Reading:
-        """Return the reading of the backward; ``version`` is at most ``unit.number``."""
+        """Return the reading of the backward, by default that of the forward; ``version`` is at
+        most ``unit.number``.
+        """
+        return self.forward(unit)
 
 
 @dataclass(frozen=True, slots=True)
