@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import OptimizerState, Option, Scalar
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.reading import SavedState
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.files.jsonfile import explain, shown
 from anabranch.graph.slices import whole_name

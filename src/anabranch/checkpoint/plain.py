@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import type_text
-from anabranch.checkpoint.saved_state import opened, read_tensor
+from anabranch.checkpoint.reading import opened, read_tensor
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import parse, read_text
 

@@ -10,6 +10,7 @@ the step, the operation's place in the model and the sample's place in the batch
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property
 from typing import Any
 
@@ -187,8 +188,7 @@ class NoDropout(TorchFunctionMode):
 
 def without_dropout(module: fx.GraphModule) -> fx.GraphModule:
     """The same stage, which drops nothing."""
-    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(module.graph, copied))
+    graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
