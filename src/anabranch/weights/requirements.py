@@ -172,9 +172,7 @@ def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
 
 
 def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
-    """Return a warning if predictions from an optimizer are useless or its momentum is short, else
-    an empty text.
-    """
+    """Return a warning of predictions that are useless or a momentum that is short; or nothing."""
     if policy.name == "asyncpp" and optimizer.decay is not None and optimizer.decay < LONG_MOMENTUM:
         return (
             f"policy asyncpp: it counts on a momentum of {LONG_MOMENTUM:g}, and that of "

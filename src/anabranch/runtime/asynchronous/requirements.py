@@ -163,9 +163,7 @@ def require_asynchronous(
 
 
 def common_norm_remark(workload: Workload) -> str:
-    """Say why gradients cannot be clipped by their norm over all stages, and what can be done
-    instead; empty where they are not.
-    """
+    """Say why gradients cannot be clipped over all stages; empty where they are not."""
     if workload.clip_norm is None:
         return ""
     return (

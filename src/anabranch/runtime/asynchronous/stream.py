@@ -166,9 +166,7 @@ class Stream:
         self.totals.tell()
 
     def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
-        """Return the worker for a mini-batch of a number of samples; by default one of this rank's
-        turn.
-        """
+        """Return the worker for a mini-batch of so many samples, by default in this rank's turn."""
         if not self._order.round_robin:
             return workers.worker(samples)
         turn = self._turn if turn is None else turn

@@ -86,9 +86,7 @@ class VersionedWeights:
 
     @property
     def peak_versions(self) -> int:
-        """Most copies of the weights alive at once, the current one and what corrections keep
-        included.
-        """
+        """Most copies of the weights alive at once, with the current one and corrections'."""
         return 1 + self._num_made + sum(self._policy.corrections.values())
 
     @property

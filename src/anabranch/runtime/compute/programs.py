@@ -185,6 +185,8 @@ BINDINGS: Mapping[Any, tuple[Callable[..., Any], int]] = {
 """Operator -> binding, and how many arguments by position both take alike, with the same defaults
 (which ``cross_entropy_loss`` has not).
 """
+_BINARY = _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor
+"""Operators whose bindings take a number as second operand for another operator."""
 
 
 def fast_call(module: fx.GraphModule) -> Callable[..., Any]:
@@ -211,17 +213,12 @@ def fast_call(module: fx.GraphModule) -> Callable[..., Any]:
         if binding is not None and len(node.args) <= count and not node.kwargs:
             if binding is torch.Tensor.view:
                 new.op, new.target = "call_method", "view"
-            elif all(isinstance(arg, fx.Node) for arg in node.args[: 1 + _is_binary(node)]):
+            elif all(isinstance(arg, fx.Node) for arg in node.args[: 1 + (node.target in _BINARY)]):
                 new.target = binding
     call = fx.GraphModule(module, graph).forward
     if not read:
         return call
     return lambda *args: call(*args, *[tensors[name] for tensors, name in read])
-
-
-def _is_binary(node: fx.Node) -> bool:
-    """True for an operator whose second operand may be a number, which would be another one."""
-    return str(node.target).startswith(("aten.add.", "aten.sub.", "aten.mul.", "aten.div."))
 
 
 def _where(module: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:

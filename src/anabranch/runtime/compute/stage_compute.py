@@ -30,7 +30,7 @@ from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.numerics.offload import Offload
 from anabranch.runtime.numerics.precision import LossScale
-from anabranch.runtime.numerics.random_streams import step_key
+from anabranch.runtime.numerics.random_ops import step_key
 
 
 class Compute(Protocol):
@@ -155,7 +155,9 @@ class StageCompute:
             runnable = self._prepared.runnable(key[0], stop - start, split=split)
             if isinstance(call := runnable.call, ReplayedCall):
                 # All before anything travels: a recording must not wait for another rank.
-                alike = self._num_alike(key[0], stop - start)
+                count = self._graph.num_microbatches(key[0])
+                slices = (self._layout.slice(key[0], i) for i in range(count))
+                alike = sum(b - a == stop - start for a, b in slices)
                 call.reserve = min(self._graph.stages[key[0]].in_flight or alike, alike)
             self._pieces[key] = _BatchSlice(
                 runnable,
@@ -167,11 +169,6 @@ class StageCompute:
                 written_state(self._prepared.captured, runnable.program.module),
             )
         return self._pieces[key]
-
-    def _num_alike(self, stage: int, samples: int) -> int:
-        """Return the number of a stage's micro-batches with so many samples here."""
-        slices = (self._layout.slice(stage, i) for i in range(self._graph.num_microbatches(stage)))
-        return sum(stop - start == samples for start, stop in slices)
 
     def _saving(
         self, piece: _BatchSlice, arrived: Iterable[Tensor]

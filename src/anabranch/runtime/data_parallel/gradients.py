@@ -211,9 +211,7 @@ def fold_tied(
 def sum_of_squares(
     parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int
 ) -> list[Tensor]:
-    """Return the squared norm of the gradients that this rank owns, in a list that is empty without
-    any; the sum over the ranks counts each gradient once.
-    """
+    """Return ``squares_of`` the gradients that this rank owns, each counted once over the ranks."""
     gradients = gradients_of(parameters).items()
     return squares_of([g for n, g in gradients if n in holders.cut or holders.owner(n) == rank])
 

@@ -171,9 +171,7 @@ class Updates:
 
     @property
     def may_guard(self) -> bool:
-        """True if an update is due from an optimizer that the device can tell to do nothing, as
-        fused ones can for ``torch.amp.GradScaler``.
-        """
+        """True if an update is due from an optimizer that a device can stop, as fused ones."""
         optimizer = self._state.optimizer
         knows = getattr(optimizer, "_step_supports_amp_scaling", False)
         is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())

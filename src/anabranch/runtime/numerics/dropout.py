@@ -25,8 +25,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import CALL, frame, schema_name
 from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
 from anabranch.graph.split import StageProgram
-from anabranch.runtime.numerics.random_ops import DRAWS, draw
-from anabranch.runtime.numerics.random_streams import counters, streams
+from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 
 _CPU = torch.device("cpu")
 _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
