@@ -71,9 +71,7 @@ def option(key: str, value: Any) -> Option:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: SavedState
 ) -> None:
-    """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
-    has none for them, or that of another kind of optimizer.
-    """
+    """Give an optimizer the state that its parameters had; FileFormatError for another kind's."""
     saved = checkpoint.optimizer
     where = checkpoint.where
     kind = type(optimizer).__name__

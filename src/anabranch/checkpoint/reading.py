@@ -1,6 +1,4 @@
-"""The state of a run that is being read, wherever it lies: a checkpoint is complete, of one piece
-and undamaged, or refused.
-"""
+"""The state of a run that is being read; a checkpoint is whole and undamaged, or refused."""
 
 from __future__ import annotations
 
@@ -194,9 +192,7 @@ class Checkpoint(SavedState):
             self._check_file(name, size)
 
     def require_module(self, module: nn.Module) -> None:
-        """Check that the checkpoint is of a model with the tensors of this one, by the manifest
-        alone; raises FileFormatError, which names what differs.
-        """
+        """Check by the manifest that the model has these tensors, or raise FileFormatError."""
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.require_model(tensors)
         for name, tensor in tensors.items():

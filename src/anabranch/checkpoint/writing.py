@@ -151,9 +151,7 @@ def is_partial(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint under another name, so that nothing can be added meanwhile; what a killed
-    process leaves is tidied up.
-    """
+    """Remove a checkpoint under a name that is tidied up later if this process is killed."""
     gone = folder.with_name(f".{folder.name}.old.partial")
     try:
         folder.rename(gone)

@@ -23,9 +23,7 @@ from anabranch.runtime.worker import BatchRun
 
 
 class Divergence:
-    """Watch for a loss that climbs, noticed while there is still something to save: stale weights
-    make a learning rate that was fine with a flush too large.
-    """
+    """Watch for a loss that climbs, as stale weights make a learning rate too large sooner."""
 
     factor, window = 10.0, 8
     """Times the smallest mean so far that is called divergence, and losses of one mean."""

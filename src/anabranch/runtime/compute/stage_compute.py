@@ -43,9 +43,7 @@ class Compute(Protocol):
         """Compute the values that leave a stage from those that enter it."""
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """Compute the gradients of what entered from those of what left; in a stage with split
-        backwards those of weights may follow.
-        """
+        """Compute gradients of what entered from those of what left; those of weights may wait."""
 
     def weight_gradients(self, key: Key) -> None:
         """Compute the second half of a backward, if there is one."""
@@ -69,9 +67,7 @@ class _BatchSlice:
 
 @dataclass
 class _ActivationStash:
-    """One micro-batch between its forward and its backward; ``state`` is that before a forward
-    that is to be computed again.
-    """
+    """One micro-batch between forward and backward; ``state`` is for a forward that is repeated."""
 
     leaves: list[tuple[Port, Tensor]]
     aliases: list[Tensor]

@@ -100,9 +100,7 @@ class Updates:
         )
 
     def finish(self, worker: Worker, outcome: Outcome) -> None:
-        """After a batch; if it was the last of an update, wait until ``.grad`` of what this rank
-        updates is the mean over its batches.
-        """
+        """After a batch; after the last of an update, ``.grad`` is the mean over its batches."""
         if self._exact:
             fold_tied(
                 outcome.tied,
@@ -161,9 +159,7 @@ class Updates:
         self.advance()
 
     def all_gather(self) -> None:
-        """Have the parameters that other ranks have updated; called after an update, or in place of
-        one that some ranks refuse.
-        """
+        """Have what other ranks have updated; called after an update, also one that some refuse."""
         if self.is_last:
             self.reducer.all_gather()
             for shard in self._state.shards.values():
