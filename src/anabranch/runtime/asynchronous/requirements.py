@@ -11,6 +11,7 @@ import warnings
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
@@ -149,9 +150,7 @@ def require_asynchronous(
             f"the plan cuts {min(parts.captured.cut)}; without a flush its slices would be of "
             "different age: plan with --rewrite none, or train with --mode sync"
         )
-    trainable = {name for name, p in workload.module.named_parameters() if p.requires_grad}
-    if tied := [entry for entry in parts.tied.items() if entry[0] in trainable]:
-        raise tied_stages_error(tied[0][1], f"parameter {tied[0][0]}")
+    require_untied(parts, workload.module)
     order.schedule()
     require_fits(
         policy,
@@ -201,6 +200,13 @@ def require_recipes(
         )
     if policy is not None:
         fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
+
+
+def require_untied(parts: Split, module: nn.Module) -> None:
+    """Refuse stages that share a trainable parameter."""
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    if tied := [entry for entry in parts.tied.items() if entry[0] in trainable]:
+        raise tied_stages_error(tied[0][1], f"parameter {tied[0][0]}")
 
 
 def choose(
