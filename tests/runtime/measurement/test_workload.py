@@ -155,7 +155,7 @@ def test_an_optimizer_of_ones_own_gets_the_rows_of_tables():
 def test_an_optimizer_that_raises_is_named():
     """In an update, by the line."""
     with pytest.raises(
-        WorkloadError, match=r"optimizer of the Workload raised in .*test_update.py"
+        WorkloadError, match=r"optimizer of the Workload raised in .*test_workload.py"
     ):
         measure_update(Workload(nn.Linear(2, 2), (), optimizer=Failing))
 
