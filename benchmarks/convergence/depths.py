@@ -32,10 +32,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Adam, NAdam, Optimizer
 
-from anabranch.runtime.asynchronous.corrections import CORRECTIONS
+from anabranch.runtime.asynchronous.corrections import CORRECTIONS, Step
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Naive, Reading, Unit, WeightPolicy, policy_named
-from anabranch.weights.base import Step
 from benchmarks.convergence.curves import draw_depths
 from benchmarks.convergence.tables import difference
 from benchmarks.convergence.tasks import LAYERS, TASKS, Block, Characters, Task, charlm

@@ -46,8 +46,7 @@ from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
 from anabranch.profile.measure import Measurement
 from anabranch.profile.profile import Profile, UpdateCost
-from anabranch.runtime.measurement.update import measure_update
-from anabranch.runtime.measurement.workload import measure_workload
+from anabranch.runtime.measurement.workload import measure_update, measure_workload
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
 from anabranch.solve import plan, simulate

@@ -1,18 +1,252 @@
-"""Weights that something else saved."""
+"""Trained models in other programs, plain transformers and plain torch, and weights of theirs."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, load_model, save_file
+from torch import Tensor, nn
 
 from anabranch import launch
-from anabranch.checkpoint.plain import PlainWeights
-from anabranch.errors import FileFormatError
+from anabranch.checkpoint import Checkpoint, load_state_dict
+from anabranch.checkpoint.plain import WEIGHTS, PlainWeights, export, written_whole
+from anabranch.errors import FileFormatError, TrainingError
+from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import MODELS, batch, built, plan
+from anabranch.workload import Workload
+from benchmarks.architectures.models import SAMPLES, build
+from tests.captured_models import captured_model
+from tests.runtime.small import MODELS, Built, batch, built, plan
+from tests.runtime.training import sgd
+
+pytestmark = pytest.mark.dist
+
+
+def trained(model: Built, example: Any, folder: Path, num_stages: int = 2) -> None:
+    """A checkpoint after a step as a pipeline, which changes every weight."""
+    samples = len(model.captured.layout.flatten(example).popitem()[1])
+    chosen = plan(model, num_stages, batch_size=samples, microbatch_size=samples // 2)
+
+    def rank() -> None:
+        pipe = Pipeline(
+            model.workload, chosen, captured=model.captured, check_gradients=False
+        )  # fmt: skip
+        pipe.step(example)
+        pipe.save(folder)
+
+    launch.run(rank, num_stages, timeout=60.0)
+
+
+def hugging_face(name: str) -> tuple[Built, Any]:
+    captured, example = captured_model(name)
+    return Built(captured, Workload(captured.module, example, optimizer=sgd)), example
+
+
+def logits(model: nn.Module, example: Any) -> dict[str, Tensor]:
+    """Everything that a model of Hugging Face computes for a batch."""
+    model.eval()
+    inputs = example
+    if isinstance(example, tuple):
+        inputs = {**example[0], "pixel_values": example[1]}
+    with torch.no_grad():
+        out = model(**inputs)
+    return {key: value for key, value in out.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Bert", "BertForMaskedLM"), ("CLIP", "CLIPModel")],
+)
+def test_a_trained_model_reloads_in_plain_transformers(name: str, kind: str, tmp_path: Path):
+    """Nothing is missing, nothing unexpected, and its outputs are bit for bit those of the trained
+    module. CLIP is trained inside of a wrapper, whose prefix the file does not have. The folder is
+    the one that ``save_pretrained`` writes of the trained module, file by file.
+    """
+    model, example = hugging_face(name)
+    trained(model, example, tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "ours")
+    assert made.architecture == kind
+    assert made.prefix == ("model." if name == "CLIP" else "")
+    loaded, info = getattr(transformers, kind).from_pretrained(
+        made.path, output_loading_info=True
+    )  # fmt: skip
+    assert not any(info.values()), info
+    module = copy.deepcopy(model.module)
+    module.load_state_dict(load_state_dict(tmp_path / "run"))
+    inner = module.model if name == "CLIP" else module
+    expected, found = logits(inner, example), logits(loaded, example)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    inner.save_pretrained(tmp_path / "theirs")
+    files = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name for path in made.path.iterdir()} == files
+    tensors, others = (load_file(tmp_path / f / WEIGHTS) for f in ("ours", "theirs"))
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], value) for key, value in others.items())
+    for file in files - {WEIGHTS}:
+        ours, theirs = (json.loads((tmp_path / f / file).read_text()) for f in ("ours", "theirs"))
+        assert ours == theirs
+
+
+def test_a_single_file_reloads_strictly_in_plain_torch(tmp_path: Path):
+    """With its tied weight once; like the checkpoint, for all who may read a new file."""
+    model = built("Tied")
+    trained(model, batch(16), tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "out" / "tied.safetensors")
+    (tmp_path / "new").touch()
+    for file in (tmp_path / "run" / "rank-0.safetensors", made.path):
+        assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
+    assert (made.prefix, made.left_out, made.architecture) == ("", 0, "")
+    module = type(model.module)()
+    load_model(module, str(made.path), strict=True)
+    expected = load_state_dict(tmp_path / "run")
+    assert all(torch.equal(t, expected[name]) for name, t in module.state_dict().items())
+
+
+def test_a_part_of_a_module(tmp_path: Path):
+    """By its prefix, which has to be there; a folder without a model of Hugging Face has weights
+    alone; nothing is ever replaced.
+    """
+    trained(built("TwoBranch"), batch(16), tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "left", prefix="left.")
+    assert [path.name for path in made.path.iterdir()] == ["model.safetensors"]
+    assert set(load_file(made.path / "model.safetensors")) == {
+        "0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias",
+    }  # fmt: skip
+    assert made.left_out == 7
+    with pytest.raises(TrainingError, match=r"no tensor of .* has a name with 'middle\.' first"):
+        export(tmp_path / "run", tmp_path / "middle", prefix="middle.")
+    with pytest.raises(TrainingError, match="never replaces anything"):
+        export(tmp_path / "run", tmp_path / "left")
+    with pytest.raises(FileFormatError, match="no such folder"):
+        export(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(FileFormatError, match="is no checkpoint, which is a folder: it is a file"):
+        export(made.path / "model.safetensors", tmp_path / "out")
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path):
+    """Neither a file nor a folder, as on a full disk."""
+
+    def fill(write: Callable[[Path], None]) -> None:
+        with written_whole(tmp_path / "out", OSError) as partial:
+            write(partial)
+            raise OSError("full")
+
+    for write in (Path.touch, Path.mkdir):
+        with pytest.raises(TrainingError, match="out cannot be written: full"):
+            fill(write)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(TrainingError, match="out cannot be written"),
+        written_whole(tmp_path / "file" / "out", OSError),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["Bert", "CLIP"])
+def test_what_transformers_saved_is_trained_on(name: str, tmp_path: Path):
+    """``save_pretrained`` -> ``--weights``, also where the module wraps the model."""
+    model, example = hugging_face(name)
+    module, _ = build(name, seed=7)
+    inner = module.model if name == "CLIP" else module
+    inner.save_pretrained(tmp_path / "pretrained")
+    samples = SAMPLES
+    chosen = plan(model, 2, batch_size=samples, microbatch_size=samples)
+
+    def rank() -> float:
+        options = {"captured": model.captured, "check_gradients": False}
+        return Pipeline.from_weights(
+            tmp_path / "pretrained", model.workload, chosen, **options
+        ).step(example)
+
+    loss = launch.run(rank, 2, timeout=60.0)[0]
+    out = module(**example) if isinstance(example, dict) else module(*example)
+    assert loss == pytest.approx(out["loss"].item(), rel=1e-5)
+
+
+def test_checkpoints_from_before_the_descriptions_are_read(tmp_path: Path):
+    """Their manifests lack the key, and their checksums are of what they have."""
+    from anabranch.checkpoint.manifest import sealed
+    from anabranch.files.jsonfile import parse, write_document
+
+    trained(built("Chain"), batch(16), tmp_path / "run")
+    path = tmp_path / "run" / "manifest.json"
+    document = parse(path.read_text(), str(path))
+    del document["pretrained"]
+    write_document(path, sealed(document))
+    assert Checkpoint(tmp_path / "run").manifest.pretrained == []
+
+
+def test_other_weights_are_not_taken_for_a_part(tmp_path: Path):
+    """Names that fit one prefix only in part, or several, are refused as before."""
+    save_file({"weight": torch.ones(1)}, tmp_path / "one.safetensors")
+    names = {name: [name] for name in ("a.weight", "b.weight")}
+    with pytest.raises(FileFormatError, match="lacks 2"):
+        PlainWeights(tmp_path / "one.safetensors").match(names, ())
+
+
+class Magnitude(nn.Module):
+    """What DoRA multiplies each output of a layer with."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter and DoRA's magnitudes, under the names of peft."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict({"default": Magnitude(layer.out_features)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        return result * self.lora_magnitude_vector["default"].weight
+
+
+def test_a_lora_adapter_is_written_as_peft_reads_it(tmp_path: Path):
+    """The adapter alone under peft's names, with its configuration; the whole model has no
+    ``config.json``, by which transformers would look for layers without adapters. One that has
+    other names in the files of peft is written as it is, without ``adapter_config.json``, so that
+    peft does not take its tensors for missing.
+    """
+    module, example = build("Llama")
+    module.requires_grad_(False)
+    attention: Any = module.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    model = Built(capture(module, example), Workload(module, example, optimizer=sgd))
+    config = {"peft_type": "LORA", "r": 2, "target_modules": {"v_proj", "q_proj"}}
+    for folder, more in (("dora", {"use_dora": True}), ("other", {"trainable_token_indices": [1]})):
+        module.peft_config = {"default": config | more}
+        trained(model, example, tmp_path / folder, num_stages=1)
+
+    made = export(tmp_path / "dora", tmp_path / "adapter", trained=True)
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in made.path.iterdir()} == names
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    expected = {f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"}
+    expected.add(f"{layer}.lora_magnitude_vector")
+    assert load_file(made.path / "adapter_model.safetensors").keys() == expected
+    read = json.loads((made.path / "adapter_config.json").read_text())
+    config |= {"use_dora": True, "target_modules": ["q_proj", "v_proj"], "inference_mode": True}
+    assert read == config
+    made = export(tmp_path / "dora", tmp_path / "whole")
+    assert [path.name for path in made.path.iterdir()] == [WEIGHTS]
+    made = export(tmp_path / "other", tmp_path / "as it is", trained=True)
+    assert [path.name for path in made.path.iterdir()] == [WEIGHTS]
+
+
+# Weights that something else saved
 
 
 def other(name: str) -> dict[str, torch.Tensor]:
@@ -22,7 +256,6 @@ def other(name: str) -> dict[str, torch.Tensor]:
     return {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", ["Tied", "Norm"])
 def test_training_begins_with_them(name: str, tmp_path: Path):
     """Each rank reads its own; the first loss is that of the module with these weights."""

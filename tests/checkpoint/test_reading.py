@@ -267,7 +267,7 @@ def lied_about(folder: Path) -> None:
     [
         (cut_short, r"rank-0.safetensors has \d+ bytes, but \d+ were written"),
         (removed, r"rank-0.safetensors is missing"),
-        (forgotten, r"only one of them has model/head.bias"),
+        (forgotten, r"lacks 1 of the tensors that the model has: model/head.bias"),
         (of_another_shape, r"head.bias is float32\[5\].*has float32\[3\]"),
         (lied_about, r"float32\[3\], but the manifest says float32\[4\]"),
     ],

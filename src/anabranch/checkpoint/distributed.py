@@ -36,12 +36,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from anabranch.checkpoint.export import require_new, written_whole
 from anabranch.checkpoint.manifest import Description, Progress
 from anabranch.checkpoint.optimizer import option
+from anabranch.checkpoint.plain import require_new, written_whole
 from anabranch.checkpoint.reading import Checkpoint, load_state_dict
-from anabranch.checkpoint.writing import RankPart, Target, abandon, begin, finish, write_part
-from anabranch.errors import FileFormatError, TrainingError
+from anabranch.checkpoint.saving import Saving
+from anabranch.checkpoint.writing import RankPart, Target
+from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import explain
 
 _STATE = re.compile(r"^(?:app\.)?(?:optimizer|optim)\.state\.(.+)$")
@@ -135,13 +136,9 @@ def from_distributed(
         description = Description.model_validate({**rest, "aliases": aliases})
     except ValidationError as error:
         raise FileFormatError(f"{folder}: {explain(error)}") from error
-    part, lock = RankPart(tensors, **dict(description)), begin(target)
-    try:
-        write_part(target, 0, part)
-        finish(target, lock)
-    except TrainingError:
-        abandon(target, lock)
-        raise
+    saving = Saving(target, 0, RankPart(tensors, **dict(description)), keep=None, timeout=60.0)
+    saving.confirm()
+    saving.wait()
     return Converted(target.folder, len(model), len(state))
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import OptimizerState, Option, Scalar
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.reading import SavedState
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.files.jsonfile import explain, shown
 from anabranch.graph.slices import whole_name
@@ -71,9 +71,7 @@ def option(key: str, value: Any) -> Option:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: SavedState
 ) -> None:
-    """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
-    has none for them, or that of another kind of optimizer.
-    """
+    """Give an optimizer the state that its parameters had; FileFormatError for another kind's."""
     saved = checkpoint.optimizer
     where = checkpoint.where
     kind = type(optimizer).__name__

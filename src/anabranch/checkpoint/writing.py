@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -40,7 +39,7 @@ from anabranch.checkpoint.manifest import (
     sealed,
 )
 from anabranch.errors import TrainingError, some
-from anabranch.files.jsonfile import explain, write_document
+from anabranch.files.jsonfile import write_document
 
 _PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
 
@@ -151,9 +150,7 @@ def is_partial(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint under another name, so that nothing can be added meanwhile; what a killed
-    process leaves is tidied up.
-    """
+    """Remove a checkpoint under a name that is tidied up later if this process is killed."""
     gone = folder.with_name(f".{folder.name}.old.partial")
     try:
         folder.rename(gone)
@@ -287,10 +284,7 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
         "tensors": {key: entry for part in descriptions for key, entry in part["tensors"].items()},
         **joined(descriptions).model_dump(),
     }
-    try:
-        checked = Manifest.model_validate({**document, "checksum": "0" * 64})
-    except ValidationError as error:
-        raise TrainingError(f"the training state cannot be saved: {explain(error)}") from error
+    checked = Manifest.model_validate({**document, "checksum": "0" * 64})
     return sealed(checked.model_dump(by_alias=True))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.checkpoint import Checkpoint, Progress, RankPart
 from anabranch.checkpoint.plain import PlainWeights
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator

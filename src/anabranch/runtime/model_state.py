@@ -20,7 +20,7 @@ from anabranch.checkpoint import RankPart
 from anabranch.checkpoint.manifest import fingerprint, pretrained_in
 from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
 from anabranch.checkpoint.plain import PlainWeights
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.reading import SavedState
 from anabranch.device import accelerator
 from anabranch.errors import TrainingError, some
 from anabranch.graph.slices import view_named, whole_name

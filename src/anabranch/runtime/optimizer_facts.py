@@ -14,7 +14,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.weights import OptimizerFacts
-from anabranch.weights.optimizers import Rule
+from anabranch.weights.requirements import Rule
 from anabranch.workload import Workload, has_hooks, stand_in, stand_ins
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.reading import SavedState
 from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign

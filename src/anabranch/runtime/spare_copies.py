@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.writing import joined
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport.memory import fence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from anabranch.errors import PolicyError
@@ -11,9 +11,6 @@ from anabranch.schedule.asynchronous import units_in_flight as units_in_flight
 from anabranch.weights.base import Reading as Reading
 from anabranch.weights.base import Unit as Unit
 from anabranch.weights.base import WeightPolicy as WeightPolicy
-from anabranch.weights.optimizers import OPTIMIZERS as OPTIMIZERS
-from anabranch.weights.optimizers import OptimizerFacts as OptimizerFacts
-from anabranch.weights.optimizers import facts_named as facts_named
 from anabranch.weights.policies import POLICIES as POLICIES
 from anabranch.weights.policies import AsyncPP as AsyncPP
 from anabranch.weights.policies import Naive as Naive
@@ -25,6 +22,9 @@ from anabranch.weights.policies import Stash as Stash
 from anabranch.weights.policies import TwoBuffers as TwoBuffers
 from anabranch.weights.policies import TwoBuffersFeedback as TwoBuffersFeedback
 from anabranch.weights.policies import VerticalSync as VerticalSync
+from anabranch.weights.requirements import OPTIMIZERS as OPTIMIZERS
+from anabranch.weights.requirements import OptimizerFacts as OptimizerFacts
+from anabranch.weights.requirements import facts_named as facts_named
 from anabranch.weights.requirements import may_take_turns as may_take_turns
 from anabranch.weights.requirements import optimizer_remark as optimizer_remark
 from anabranch.weights.requirements import recommend as recommend
@@ -47,13 +47,13 @@ def policy_named(name: str, options: Mapping[str, object] | None = None) -> Weig
     """
     if name not in POLICIES:
         raise PolicyError(f"unknown policy {name!r}; there are {', '.join(POLICIES)} and auto")
-    policy: Any = POLICIES[name]()
-    known = [field.name for field in fields(policy)]
-    for option, value in (options or {}).items():
+    make: Any = POLICIES[name]
+    known, options = [field.name for field in fields(make)], options or {}
+    for option, value in options.items():
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"policy {name} has no option {option}; {has}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"option {option} of policy {name} is a number, not {value!r}")
-    made: WeightPolicy = replace(policy, **(options or {}))
-    return made
+    policy: WeightPolicy = make(**options)
+    return policy

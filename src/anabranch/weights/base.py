@@ -14,10 +14,9 @@ of the unit; whoever trains, simulates or counts memory asks the same object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,58 +63,30 @@ class Reading:
     ahead: int = 0
 
 
-class WeightPolicy(Protocol):
+class WeightPolicy:
     """Weights that forwards and backwards of one stage read.
+
+    Policies are frozen dataclasses, whose fields are their options, and so compare by value.
 
     Attributes:
         name: key in ``weights.POLICIES``.
         microbatches: whether an update takes the gradients of several micro-batches, which all
             stages then run through without a flush.
         corrections: names of what stages do about stale gradients in their updates, the outermost
-            first, with the copies of the weights that each keeps; see ``Correction``.
+            first (``runtime.asynchronous.corrections``), with copies of the weights that each has.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def microbatches(self) -> bool: ...
-
-    @property
-    def corrections(self) -> Mapping[str, int]: ...
-
-    def __hash__(self) -> int:
-        """Policies are values: what has been worked out for one holds for its equals."""
+    __slots__ = ()
+    name: ClassVar[str]
+    microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         """Return the reading of the forward; ``version`` is at most ``unit.seen``."""
+        raise NotImplementedError
 
     def backward(self, unit: Unit) -> Reading:
-        """Return the reading of the backward; ``version`` is at most ``unit.number``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step of a stage's optimizer that is about to be made.
-
-    Attributes:
-        parameters: the trainable ones, each with its gradient or without.
-        optimizer: of torch.
-        updates: made before.
-        lag: updates of the stage between forward and backward.
-        dims: of a matrix; a benchmark that trains several models at once has one more.
-    """
-
-    parameters: tuple[Any, ...]
-    optimizer: Any
-    updates: int
-    lag: int
-    dims: int = 2
-
-
-Correction = Callable[..., AbstractContextManager[None]]
-"""Change of a stage's updates that makes up for stale gradients: of gradients before a step, of the
-update after it. Arguments are the policy, whose fields are the options, the ``Step``, and tensors
-that are kept from step to step, by the index of a parameter (one for the whole stage is there for
-every parameter). A policy names its corrections; ``runtime.asynchronous.corrections`` has them.
-"""
+        """Return the reading of the backward, by default that of the forward; ``version`` is at
+        most ``unit.number``.
+        """
+        return self.forward(unit)

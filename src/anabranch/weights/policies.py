@@ -24,32 +24,15 @@ the unit has come back to the source.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 
 
-class _Plain:
-    """An update after every pass, in which nothing is corrected."""
-
-    __slots__ = ()
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[Mapping[str, int]] = {}
-
-
-class _Kept(_Plain):
-    """A policy whose backward reads what its forward read."""
-
-    __slots__ = ()
-
-    def backward(self: WeightPolicy, unit: Unit) -> Reading:
-        return self.forward(unit)
-
-
 @dataclass(frozen=True, slots=True)
-class Naive(_Plain):
+class Naive(WeightPolicy):
     """Current weights in forward and backward; gradients of neither version."""
 
     name: ClassVar[str] = "naive"
@@ -62,7 +45,7 @@ class Naive(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Stash(_Kept):
+class Stash(WeightPolicy):
     """The backward reads what its forward read (PipeDream, weight stashing)."""
 
     name: ClassVar[str] = "stash"
@@ -72,7 +55,7 @@ class Stash(_Kept):
 
 
 @dataclass(frozen=True, slots=True)
-class VerticalSync(_Kept):
+class VerticalSync(WeightPolicy):
     """Every stage reads the version that was current at the deepest source (PipeDream)."""
 
     name: ClassVar[str] = "vertical-sync"
@@ -82,7 +65,7 @@ class VerticalSync(_Kept):
 
 
 @dataclass(frozen=True, slots=True)
-class TwoBuffers(_Kept):
+class TwoBuffers(WeightPolicy):
     """All micro-batches of a mini-batch read the version before the last (PipeDream-2BW)."""
 
     name: ClassVar[str] = "2bw"
@@ -93,7 +76,7 @@ class TwoBuffers(_Kept):
 
 
 @dataclass(frozen=True, slots=True)
-class SpecTrain(_Plain):
+class SpecTrain(WeightPolicy):
     """Forward and backward predict the same later version, each from what is there."""
 
     name: ClassVar[str] = "spectrain"
@@ -110,7 +93,7 @@ def _halfway(unit: Unit) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PipeOptim(_Plain):
+class PipeOptim(WeightPolicy):
     """The forward predicts the version of its own backward, which reads what is there."""
 
     name: ClassVar[str] = "pipeoptim"
@@ -123,7 +106,7 @@ class PipeOptim(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class PredictStash(_Kept):
+class PredictStash(WeightPolicy):
     """The forward predicts as in PipeOptim; the backward reads the same prediction, kept.
 
     Attributes:
@@ -221,9 +204,11 @@ class TwoBuffersFeedback(TwoBuffers):
             raise ValueError(f"share is a factor on an update, more than 0, not {self.share}")
 
 
-_POLICIES: tuple[Callable[[], WeightPolicy], ...] = (
-    *(Naive, Stash, VerticalSync, TwoBuffers, SpecTrain, PipeOptim, PredictStash),
-    *(AsyncPP, Rotation, TwoBuffersFeedback),
-)
-POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {policy().name: policy for policy in _POLICIES}
+POLICIES: Mapping[str, type[WeightPolicy]] = {
+    policy.name: policy
+    for policy in (
+        *(Naive, Stash, VerticalSync, TwoBuffers, SpecTrain, PipeOptim, PredictStash),
+        *(AsyncPP, Rotation, TwoBuffersFeedback),
+    )
+}
 """Name -> policy."""

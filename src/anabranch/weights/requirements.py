@@ -1,16 +1,68 @@
-"""Requirements of a policy on plan and model, and the policy that suits them."""
+"""Requirements of a policy on plan, model and optimizer, and the policy that suits them.
+
+Whoever has an optimizer asks ``runtime.optimizer_facts.facts_of`` for its facts; whoever plans from
+a profile names one of ``OPTIMIZERS``, or plans without knowing.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from anabranch.errors import PolicyError
 from anabranch.plans.stages import StageGraph
 from anabranch.weights.base import WeightPolicy
-from anabranch.weights.optimizers import OptimizerFacts
 from anabranch.weights.policies import VerticalSync
 from anabranch.weights.version_tracker import predicts
+
+Rule = Literal["momentum", "adam", "last update"]
+"""Source of predictions: the momentum buffer, Adam's moments, or the last update itself,
+which is then kept as one more copy of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """Facts of an optimizer that a policy has to know.
+
+    Attributes:
+        momentum: whether it remembers a direction, so that a prediction has something to go by.
+        rule: where a prediction comes from.
+        decay: weight of the past in that direction, where it is known.
+    """
+
+    name: str
+    momentum: bool = True
+    rule: Rule = "last update"
+    decay: float | None = field(default=None, compare=False)
+
+    @property
+    def keeps_last_update(self) -> bool:
+        """True if a policy that predicts keeps the last update, for want of a rule."""
+        return self.rule == "last update"
+
+
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {
+    "sgd": OptimizerFacts("SGD", momentum=False, rule="momentum"),
+    "sgd-momentum": OptimizerFacts("SGD", rule="momentum"),
+    "adam": OptimizerFacts("Adam", rule="adam"),
+    "adamw": OptimizerFacts("AdamW", rule="adam"),
+    "nadam": OptimizerFacts("NAdam"),
+    "muon": OptimizerFacts("Muon"),
+    "other": OptimizerFacts("the optimizer"),
+}
+"""Name on the command line -> facts."""
+
+
+def facts_named(optimizer: OptimizerFacts | str | None) -> OptimizerFacts | None:
+    """Facts, of which a name on the command line will do."""
+    if optimizer is None or isinstance(optimizer, OptimizerFacts):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}; name one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer]
+
 
 SHALLOW = 4
 """Up to this depth PipeOptim comes close to synchronous training; beyond, its backward, which reads
@@ -120,9 +172,7 @@ def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
 
 
 def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
-    """Return a warning if predictions from an optimizer are useless or its momentum is short, else
-    an empty text.
-    """
+    """Return a warning of predictions that are useless or a momentum that is short; or nothing."""
     if policy.name == "asyncpp" and optimizer.decay is not None and optimizer.decay < LONG_MOMENTUM:
         return (
             f"policy asyncpp: it counts on a momentum of {LONG_MOMENTUM:g}, and that of "

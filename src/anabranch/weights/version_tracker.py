@@ -20,6 +20,19 @@ from anabranch.schedule.asynchronous import stage_actions, units_in_flight
 from anabranch.schedule.schedule import Kind
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 
+_STALE = Unit(number=8, filled=0, in_flight=3, deepest=4)
+"""A unit under which policies differ: in the full pipeline, with a version difference of 2."""
+
+
+def keeps(policy: WeightPolicy, unit: Unit = _STALE) -> bool:
+    """Return whether the backward of a unit reads the weights of its forward, not current ones."""
+    return policy.forward(unit) == policy.backward(unit)
+
+
+def predicts(policy: WeightPolicy, unit: Unit = _STALE) -> bool:
+    """Return whether any pass of a unit reads a prediction."""
+    return bool(policy.forward(unit).ahead or policy.backward(unit).ahead)
+
 
 class VersionTracker:
     """Versions and predictions of one stage's weights, without the weights; see ``Unit``.
@@ -40,9 +53,7 @@ class VersionTracker:
         self.versions = {0}
         self.predictions: set[int] = set()
         steady = self.unit(in_flight - 1)
-        readings = policy.forward(steady), policy.backward(steady)
-        self.keeps = readings[0] == readings[1]
-        self.predicts = any(reading.ahead for reading in readings)
+        self.keeps, self.predicts = keeps(policy, steady), predicts(policy, steady)
 
     def unit(self, number: int) -> Unit:
         """A unit since the last fill."""
@@ -132,17 +143,3 @@ def versions_held(
             copy = bool(begin(action.microbatch // microbatches).ahead) and not tracker.keeps
         peak = max(peak, len(tracker.versions) + len(tracker.predictions) + copy + kept_update)
     return peak
-
-
-def keeps(policy: WeightPolicy) -> bool:
-    """Return whether backwards read the weights of their forwards instead of current ones."""
-    return policy.forward(_STALE) == policy.backward(_STALE)
-
-
-def predicts(policy: WeightPolicy) -> bool:
-    """Return whether any pass reads a prediction."""
-    return any(reading.ahead for reading in (policy.forward(_STALE), policy.backward(_STALE)))
-
-
-_STALE = Unit(number=8, filled=0, in_flight=3, deepest=4)
-"""A unit under which policies differ: in the full pipeline, with a version difference of 2."""

@@ -1,16 +1,21 @@
-"""The corrections that policies name (``weights.corrections``), with their arithmetic."""
+"""Changes of a stage's updates that make up for stale gradients, of gradients before a step or of
+the update after it; a policy names its corrections.
+
+Arguments are the policy, whose fields are the options, the ``Step``, and tensors that are kept from
+step to step, by the index of a parameter (one for the whole stage is there for every parameter).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.runtime.data_parallel.buckets import entries
-from anabranch.weights.base import Correction, Step
 
 _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""
@@ -19,6 +24,25 @@ _DIRECTIONS = "exp_avg", "momentum_buffer"
 """Entries of an optimizer's state that are sums of gradients, and turn as these do."""
 
 Kept = dict[int, Tensor]
+Correction = Callable[..., AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a stage's optimizer that is about to be made.
+
+    Attributes:
+        parameters: the trainable ones, each with its gradient or without.
+        updates: made before.
+        lag: updates of the stage between forward and backward.
+        dims: of a matrix; a benchmark that trains several models at once has one more.
+    """
+
+    parameters: tuple[Any, ...]
+    optimizer: Any
+    updates: int
+    lag: int
+    dims: int = 2
 
 
 def rate_of(policy: Any, lag: int, updates: int) -> float:

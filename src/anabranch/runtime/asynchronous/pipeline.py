@@ -52,6 +52,32 @@ from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
 
 
+class Divergence:
+    """Watch for a loss that climbs, as stale weights make a learning rate too large sooner."""
+
+    factor, window = 10.0, 8
+    """Times the smallest mean so far that is called divergence, and losses of one mean."""
+
+    def __init__(self) -> None:
+        self._recent = deque[float](maxlen=self.window)
+        self._least = float("inf")
+        self._has_told = False
+
+    def note(self, loss: float) -> str:
+        """Take a loss; once in a run, what is wrong as text, otherwise nothing."""
+        self._recent.append(loss)
+        mean = sum(self._recent) / len(self._recent)
+        self._least = min(self._least, mean)
+        if self._has_told or not 0 < self.factor * self._least < mean:
+            return ""
+        self._has_told = True
+        count = len(self._recent)
+        return (
+            f"the loss over the last {count} mini-batches is {mean:.4g}, {mean / self._least:.0f} "
+            f"times the smallest such mean, {self._least:.4g}"
+        )
+
+
 class AsyncPipeline(BasePipeline):
     """Trains a workload by a plan without a flush, one rank per device.
 
@@ -168,6 +194,7 @@ class AsyncPipeline(BasePipeline):
         self._measured_at = -1
         self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
+        self._divergence = Divergence()
         self.metrics: dict[str, float] = {}
         self.version_difference: tuple[int, ...] = ()
         self.peak_versions: tuple[int, ...] = ()
@@ -281,10 +308,10 @@ class AsyncPipeline(BasePipeline):
 
     def _read(self, totals: StepTotals) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
-            warning = self._totals.read(totals)
+            totals.read()
         self.metrics = totals.metrics
-        if warning and self.rank == 0:
-            text = f"{warning}, at mini-batch {totals.number}: {self._stream.advice()}"
+        if (climbs := self._divergence.note(totals.loss)) and self.rank == 0:
+            text = f"{climbs}, at mini-batch {totals.number}: {self._stream.advice()}"
             warnings.warn(text, stacklevel=4)
         return totals.loss
 

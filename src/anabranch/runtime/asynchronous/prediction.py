@@ -33,6 +33,9 @@ from torch.optim import Optimizer
 
 from anabranch.runtime.optimizer_facts import rule_of
 
+_Rows = list[tuple[Tensor, Mapping[str, Any]]]
+"""Weights with the optimizer's state of their parameters."""
+
 
 class WeightPrediction:
     """Predicts the weights of one optimizer."""
@@ -75,41 +78,29 @@ class WeightPrediction:
                 if (moved is None or i in moved) and state.get(self._parameters[i])
             ]
             if rows:
-                step(group, [w for w, _ in rows], [s for _, s in rows], group["lr"] * rate * ahead)
+                step(group, rows, group["lr"] * rate * ahead)
 
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _momentum(
-    group: Mapping[str, Any],
-    weights: list[Tensor],
-    states: list[Mapping[str, Any]],
-    rate: float | Tensor,
-) -> None:
+def _momentum(group: Mapping[str, Any], rows: _Rows, rate: float | Tensor) -> None:
     """``w -= rate * v``."""
-    rows = [
-        (weight, _real(state["momentum_buffer"]))
-        for weight, state in zip(weights, states, strict=True)
-        if group["momentum"] and state.get("momentum_buffer") is not None
-    ]
-    if not rows:
+    rows = [row for row in rows if row[1].get("momentum_buffer") is not None]
+    if not (rows and group["momentum"]):
         return
-    moved, buffers = [weight for weight, _ in rows], [buffer for _, buffer in rows]
+    moved = [weight for weight, _ in rows]
+    buffers = [_real(state["momentum_buffer"]) for _, state in rows]
     if _on_device(rate):
         torch._foreach_sub_(moved, torch._foreach_mul(buffers, rate))
     else:
         torch._foreach_add_(moved, buffers, alpha=-float(rate))
 
 
-def _adam(
-    group: Mapping[str, Any],
-    weights: list[Tensor],
-    states: list[Mapping[str, Any]],
-    rate: float | Tensor,
-) -> None:
+def _adam(group: Mapping[str, Any], rows: _Rows, rate: float | Tensor) -> None:
     """``w -= rate * m_hat / (sqrt(v_hat) + eps)``, in the order of operations of torch's Adam."""
+    weights, states = [weight for weight, _ in rows], [state for _, state in rows]
     beta1, beta2 = map(float, group["betas"])
     second = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
     means = [_real(state["exp_avg"]) for state in states]

@@ -163,9 +163,7 @@ def require_asynchronous(
 
 
 def common_norm_remark(workload: Workload) -> str:
-    """Say why gradients cannot be clipped by their norm over all stages, and what can be done
-    instead; empty where they are not.
-    """
+    """Say why gradients cannot be clipped over all stages; empty where they are not."""
     if workload.clip_norm is None:
         return ""
     return (
@@ -207,10 +205,8 @@ def require_recipes(
 def require_untied(parts: Split, module: nn.Module) -> None:
     """Refuse stages that share a trainable parameter."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    tied = {name: stages for name, stages in parts.tied.items() if name in trainable}
-    if tied:
-        name, stages = next(iter(tied.items()))
-        raise tied_stages_error(stages, f"parameter {name}")
+    if tied := [entry for entry in parts.tied.items() if entry[0] in trainable]:
+        raise tied_stages_error(tied[0][1], f"parameter {tied[0][0]}")
 
 
 def choose(

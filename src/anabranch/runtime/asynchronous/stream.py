@@ -24,15 +24,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
-from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_feed import samples_of
@@ -41,8 +41,10 @@ from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.updates import make_rows, row_tables
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.numerics.nonfinite import Finding
 from anabranch.runtime.session import Session
+from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule.asynchronous import AsynchronousOrder
@@ -69,6 +71,76 @@ class _Learned:
     outcome: Outcome
     norms: GradientNorms
     is_last_turn: bool
+
+
+class MinibatchTotals:
+    """Sums of loss and metrics of unread mini-batches, begun in one order on all ranks.
+
+    A rank may learn from mini-batches in another order than others, or not at all. What was learned
+    too early is kept until its turn::
+
+        given out   5  6  7  8          6 and 8 are learned or none of this rank's
+        tell        -  .  -  .          5 holds them up; with it, 5 and 6 are told
+
+    Attributes:
+        listener: called with every mini-batch that this rank has learned from.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        metrics: Sequence[str],
+        why: Callable[[int, Mapping[str, Tensor]], NonFiniteError],
+        settle: Callable[[], None],
+    ) -> None:
+        self._mesh, self._metrics, self._why, self._settle = mesh, metrics, why, settle
+        self._given_out: deque[tuple[int, Mapping[str, Tensor], bytes]] = deque()
+        self._learned: dict[int, Outcome] = {}
+        self._begun: deque[StepTotals] = deque()
+        self.listener: Callable[[BatchRun], None] | None = None
+
+    def give_out(self, number: int, leaves: Mapping[str, Tensor], digest: bytes) -> None:
+        """Add the next mini-batch."""
+        self._given_out.append((number, leaves, digest))
+
+    def note(self, run: BatchRun) -> None:
+        """Note that this rank has learned from its part of a mini-batch."""
+        self._learned[run.number] = run.outcome
+        if self.listener is not None:
+            self.listener(run)
+
+    def skip(self, number: int) -> None:
+        """Note that this rank has no part in a mini-batch."""
+        self._learned[number] = Outcome()
+
+    def tell(self) -> None:
+        """Begin all sums before which no other is missing."""
+        while self._given_out and self._given_out[0][0] in self._learned:
+            number, leaves, digest = self._given_out.popleft()
+            totals = StepTotals(
+                self._mesh,
+                self._learned.pop(number),
+                self._metrics,
+                partial(self._why, number, leaves),
+                number=number,
+                digest=digest,
+                settle=self._settle,
+            )
+            self._begun.append(totals)
+
+    def settle(self) -> None:
+        """Wait for all sums that have begun; they are still to be taken."""
+        for totals in self._begun:
+            totals.read()
+
+    def take(self, before: int) -> Iterator[StepTotals]:
+        """Generate the sums of mini-batches before a number, each once."""
+        while self._begun and self._begun[0].number < before:
+            yield self._begun.popleft()
+
+    def last(self) -> StepTotals:
+        """Remove and return the sums that were begun last."""
+        return self._begun.pop()
 
 
 class Stream:
@@ -166,9 +238,7 @@ class Stream:
         self.totals.tell()
 
     def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
-        """Return the worker for a mini-batch of a number of samples; by default one of this rank's
-        turn.
-        """
+        """Return the worker for a mini-batch of so many samples, by default in this rank's turn."""
         if not self._order.round_robin:
             return workers.worker(samples)
         turn = self._turn if turn is None else turn

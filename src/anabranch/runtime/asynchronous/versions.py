@@ -27,10 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.checkpoint import Checkpoint
-from anabranch.runtime.asynchronous.corrections import CORRECTIONS, rate_of
+from anabranch.runtime.asynchronous.corrections import CORRECTIONS, Step, rate_of
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Reading, VersionTracker, WeightPolicy
-from anabranch.weights.base import Step
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""
@@ -86,9 +85,7 @@ class VersionedWeights:
 
     @property
     def peak_versions(self) -> int:
-        """Most copies of the weights alive at once, the current one and what corrections keep
-        included.
-        """
+        """Most copies of the weights alive at once, with the current one and corrections'."""
         return 1 + self._num_made + sum(self._policy.corrections.values())
 
     @property

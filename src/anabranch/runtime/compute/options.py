@@ -117,9 +117,7 @@ PLAIN = ComputeOptions()
 
 
 def require_exact(options: ComputeOptions, graph: OpGraph) -> None:
-    """Accept options under which gradients are bitwise those of one process; raises ValueError for
-    half precision where operators share parameters.
-    """
+    """Accept options under which gradients are those of one process, bit for bit; or ValueError."""
     if options.half is not None and graph.tied:
         name, readers = next(iter(graph.tied.items()))
         raise ValueError(

@@ -30,7 +30,7 @@ from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.numerics.offload import Offload
 from anabranch.runtime.numerics.precision import LossScale
-from anabranch.runtime.numerics.random_streams import step_key
+from anabranch.runtime.numerics.random_ops import step_key
 
 
 class Compute(Protocol):
@@ -43,9 +43,7 @@ class Compute(Protocol):
         """Compute the values that leave a stage from those that enter it."""
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """Compute the gradients of what entered from those of what left; in a stage with split
-        backwards those of weights may follow.
-        """
+        """Compute gradients of what entered from those of what left; those of weights may wait."""
 
     def weight_gradients(self, key: Key) -> None:
         """Compute the second half of a backward, if there is one."""
@@ -69,9 +67,7 @@ class _BatchSlice:
 
 @dataclass
 class _ActivationStash:
-    """One micro-batch between its forward and its backward; ``state`` is that before a forward
-    that is to be computed again.
-    """
+    """One micro-batch between forward and backward; ``state`` is for a forward that is repeated."""
 
     leaves: list[tuple[Port, Tensor]]
     aliases: list[Tensor]
@@ -155,7 +151,9 @@ class StageCompute:
             runnable = self._prepared.runnable(key[0], stop - start, split=split)
             if isinstance(call := runnable.call, ReplayedCall):
                 # All before anything travels: a recording must not wait for another rank.
-                alike = self._num_alike(key[0], stop - start)
+                count = self._graph.num_microbatches(key[0])
+                slices = (self._layout.slice(key[0], i) for i in range(count))
+                alike = sum(b - a == stop - start for a, b in slices)
                 call.reserve = min(self._graph.stages[key[0]].in_flight or alike, alike)
             self._pieces[key] = _BatchSlice(
                 runnable,
@@ -167,11 +165,6 @@ class StageCompute:
                 written_state(self._prepared.captured, runnable.program.module),
             )
         return self._pieces[key]
-
-    def _num_alike(self, stage: int, samples: int) -> int:
-        """Return the number of a stage's micro-batches with so many samples here."""
-        slices = (self._layout.slice(stage, i) for i in range(self._graph.num_microbatches(stage)))
-        return sum(stop - start == samples for start, stop in slices)
 
     def _saving(
         self, piece: _BatchSlice, arrived: Iterable[Tensor]

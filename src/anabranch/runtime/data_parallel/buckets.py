@@ -106,9 +106,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def start_all_gather(self) -> Callable[[], None]:
-        """Start the all-gather of updated parameters, and return what finishes it; gradients are
-        None then.
-        """
+        """Start the all-gather of updated parameters, forget gradients; return what finishes it."""
 
 
 class DenseBucket(Bucket):
@@ -188,9 +186,7 @@ class DenseBucket(Bucket):
         return finish
 
     def wait(self) -> Tensor | None:
-        """Wait for the sums; return per parameter whether any rank has a gradient, which is known
-        where this rank has all of them.
-        """
+        """Wait for the sums; return per parameter if any rank has a gradient, unless all have."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -210,15 +206,10 @@ class DenseBucket(Bucket):
             *self._flats, self._flags = torch.split(self.flat, [*sizes, len(sizes)])
             # In the order in memory that a gradient has: fused optimizers count on it.
             self._views = [
-                part.as_strided(p.shape, dense_strides(p))
+                part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
                 for part, (_, p) in zip(self._flats, self.named, strict=True)
             ]
         return self.flat
-
-
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy, which are those of the tensor if it is dense."""
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def entries(gradient: Tensor) -> Tensor:

@@ -19,13 +19,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.memory import deal
 from anabranch.device import accelerator
 from anabranch.graph.slices import whole_name
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import dense, entries
+from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.shards import Shard, Shards, shards_of
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.mesh import Mesh, Ranks
@@ -170,50 +169,10 @@ def _share(tensor: Tensor, source: int, ranks: Ranks | None, mesh: Mesh) -> None
         tensor.copy_(value)
 
 
-def fold_tied(
-    uses: Mapping[tuple[str, int, int], Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    expected: Mapping[str, Sequence[tuple[int, int]]],
-    num_microbatches: int,
-    holders: Holders,
-    mesh: Mesh,
-) -> None:
-    """Exact mode: add up the gradients of tied parameters in the order in which one process would.
-
-    Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
-    micro-batch, on top of what it has from earlier batches of the same update. What is frozen now
-    keeps that.
-
-    Args:
-        uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
-        expected: parameter -> (order, rank) of all its uses, on all ranks.
-    """
-    for name in sorted(
-        (n for n in expected if n in parameters), key=lambda n: (holders.parameters[n], n)
-    ):
-        parameter, ranks = parameters[name], holders.parameters[name]
-        if not parameter.requires_grad:
-            continue
-        total = parameter.grad
-        for microbatch in range(num_microbatches):
-            folded: Tensor | None = None
-            for order, rank in sorted(expected[name]):
-                term = uses.get((name, microbatch, order))
-                gradient = torch.zeros_like(parameter) if term is None else dense(term)
-                gradient = gradient.detach().contiguous()
-                mesh.broadcast(gradient, rank, ranks)
-                folded = gradient if folded is None else folded + gradient
-            assert folded is not None
-            total = folded if total is None else total + folded
-        parameter.grad = None if total is None else laid_out(total, parameter)
-
-
 def sum_of_squares(
     parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int
 ) -> list[Tensor]:
-    """Return the squared norm of the gradients that this rank owns, in a list that is empty without
-    any; the sum over the ranks counts each gradient once.
-    """
+    """Return ``squares_of`` the gradients that this rank owns, each counted once over the ranks."""
     gradients = gradients_of(parameters).items()
     return squares_of([g for n, g in gradients if n in holders.cut or holders.owner(n) == rank])
 

@@ -230,9 +230,7 @@ def _buckets(
     holders: Holders,
     mesh: Mesh,
 ) -> Iterator[Bucket]:
-    """Generate buckets of one element type and the same updaters each; either all of the
-    parameters are ``tables``, or none is.
-    """
+    """Generate buckets of one element type and the same updaters each, of tables or of none."""
 
     def nbytes(item: Named) -> int:
         name, parameter = item

@@ -134,9 +134,7 @@ class SparseBucket(Bucket):
         return finish
 
     def wait(self) -> Tensor:
-        """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1
-        where a rank has no gradient.
-        """
+        """Wait for all rows; return how many of each table, rank by rank, -1 without a gradient."""
         (pending,) = self._pending
         self._gathered = [self._parts(message) for message in pending.wait()]
         self._pending = []

@@ -23,16 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.sparse import rows_pay
 from anabranch.device import accelerator
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
-from anabranch.runtime.data_parallel.gradients import (
-    clip,
-    divide,
-    fold_tied,
-    gradients_of,
-    sum_of_squares,
-)
+from anabranch.runtime.data_parallel.buckets import dense
+from anabranch.runtime.data_parallel.gradients import clip, divide, gradients_of, sum_of_squares
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
 from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
@@ -100,18 +96,9 @@ class Updates:
         )
 
     def finish(self, worker: Worker, outcome: Outcome) -> None:
-        """After a batch; if it was the last of an update, wait until ``.grad`` of what this rank
-        updates is the mean over its batches.
-        """
+        """After a batch; after the last of an update, ``.grad`` is the mean over its batches."""
         if self._exact:
-            fold_tied(
-                outcome.tied,
-                self._parameters,
-                self._folded,
-                worker.graph.num_microbatches(0),
-                self._holders,
-                self._mesh,
-            )
+            self._fold_tied(outcome.tied, worker.graph.num_microbatches(0))
         self._is_open = False
         if self.is_last:
             # In exact mode a stage may hold a parameter without using it in a way that has a
@@ -161,9 +148,7 @@ class Updates:
         self.advance()
 
     def all_gather(self) -> None:
-        """Have the parameters that other ranks have updated; called after an update, or in place of
-        one that some ranks refuse.
-        """
+        """Have what other ranks have updated; called after an update, also one that some refuse."""
         if self.is_last:
             self.reducer.all_gather()
             for shard in self._state.shards.values():
@@ -171,9 +156,7 @@ class Updates:
 
     @property
     def may_guard(self) -> bool:
-        """True if an update is due from an optimizer that the device can tell to do nothing, as
-        fused ones can for ``torch.amp.GradScaler``.
-        """
+        """True if an update is due from an optimizer that a device can stop, as fused ones."""
         optimizer = self._state.optimizer
         knows = getattr(optimizer, "_step_supports_amp_scaling", False)
         is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())
@@ -220,6 +203,36 @@ class Updates:
             for use in self._parts.program(s, stage.microbatch_size).tied:
                 uses.setdefault(use.name, []).append((use.order, rank))
         return uses
+
+    def _fold_tied(
+        self, uses: Mapping[tuple[str, int, int], Tensor], num_microbatches: int
+    ) -> None:
+        """Add up the gradients of tied parameters in the order in which one process would.
+
+        Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
+        micro-batch, on top of what it has from earlier batches of the same update. What is frozen
+        now keeps that.
+
+        Args:
+            uses: (parameter, micro-batch, order) -> gradient of one use on this rank.
+        """
+        tied = self._folded.keys() & self._parameters.keys()
+        for name in sorted(tied, key=lambda name: (self._holders.parameters[name], name)):
+            parameter, ranks = self._parameters[name], self._holders.parameters[name]
+            if not parameter.requires_grad:
+                continue
+            total = parameter.grad
+            for microbatch in range(num_microbatches):
+                folded: Tensor | None = None
+                for order, rank in sorted(self._folded[name]):
+                    term = uses.get((name, microbatch, order))
+                    gradient = torch.zeros_like(parameter) if term is None else dense(term)
+                    gradient = gradient.detach().contiguous()
+                    self._mesh.broadcast(gradient, rank, ranks)
+                    folded = gradient if folded is None else folded + gradient
+                assert folded is not None
+                total = folded if total is None else total + folded
+            parameter.grad = None if total is None else laid_out(total, parameter)
 
 
 def row_tables(session: Session) -> frozenset[str]:

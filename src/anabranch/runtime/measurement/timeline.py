@@ -14,7 +14,7 @@ first backward of them to their last forward; shown is the time for which all ra
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -106,9 +106,7 @@ class Recording:
     batch_size: int
     microbatches: int
     clock: Clock
-
-    def __post_init__(self) -> None:
-        self._done: list[_Timed] = []
+    _done: list[_Timed] = field(default_factory=list)
 
     def note(self, run: BatchRun) -> None:
         """Note the actions of a mini-batch after its update."""

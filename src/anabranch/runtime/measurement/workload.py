@@ -1,5 +1,11 @@
 """A workload as it is trained here: operators, updates and the reading of batches.
 
+An update is the look for gradients that are not finite, clipping and the optimizer. It goes through
+all of a rank's trainable parameters, so its time grows with their bytes and, where they are small,
+with their number::
+
+    seconds = fixed + per tensor * tensors + per byte * bytes
+
 Every rank reads all batches, between steps. What a loader reads ahead in processes of its own is no
 part of the seconds that reading takes, as in training.
 """
@@ -15,32 +21,51 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
+from anabranch.device import accelerator
+from anabranch.errors import naming_place
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.profile.measure import measure
-from anabranch.profile.profile import Profile
-from anabranch.runtime.measurement.update import measure_update
+from anabranch.profile.profile import Profile, UpdateCost
+from anabranch.profile.storages import Storages
+from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
+from anabranch.runtime.measurement.peak_memory import PeakMemory
+from anabranch.runtime.numerics.nonfinite import bad_names
+from anabranch.runtime.optimizer_facts import TakenGradients, refuse_unsupported, taken_gradients
 from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingSizes:
-    """Sizes of a measurement of reading.
+class Sizes:
+    """Sizes of measurements.
 
     Attributes:
         batches: batches that are read.
-        budget_s: seconds after which fewer do.
+        budget_s: seconds of reading after which fewer do.
         patience_s: seconds that reading may take in all; a loader may need some of them to start.
             One that blocks must not hold up a plan for ever.
+        parameter_bytes: parameters that are updated for a measurement, at most; the largest ones
+            stay out.
+        cache_bytes: more than the caches of a processor core hold.
+        least_share: temporaries per byte of parameters below which an update is said to take none.
+        updates: updates that are timed.
+        updates_budget_s: seconds of updates after which fewer are.
     """
 
     batches: int = 8
     budget_s: float = 1.0
     patience_s: float = 20.0
+    parameter_bytes: int = 2**28
+    cache_bytes: int = 2**25
+    least_share: float = 0.01
+    updates: int = 9
+    updates_budget_s: float = 2.0
 
 
-READING = ReadingSizes()
+SIZES = Sizes()
 
 
 def measure_workload(
@@ -91,11 +116,11 @@ def measure_reading(workload: Workload, samples: int) -> float:
     reader = threading.Thread(target=read, name="anabranch reading", daemon=True)
     with torch.random.fork_rng([]):
         reader.start()
-        reader.join(READING.patience_s)
+        reader.join(SIZES.patience_s)
     if not seconds:
         warnings.warn(
-            f"the workload's data has not yielded {READING.batches} batches within "
-            f"{READING.patience_s:g} s: predictions leave reading it out, and training would wait "
+            f"the workload's data has not yielded {SIZES.batches} batches within "
+            f"{SIZES.patience_s:g} s: predictions leave reading it out, and training would wait "
             "for it",
             stacklevel=2,
         )
@@ -106,10 +131,164 @@ def reading_s(batches: Iterable[Batch]) -> float:
     """The median of some batches behind the first, with which a loader starts."""
     taken: list[float] = []
     begun = start = time.perf_counter()
-    for _ in islice(batches, READING.batches):
+    for _ in islice(batches, SIZES.batches):
         now = time.perf_counter()
         taken.append(now - begun)
-        if now - start > READING.budget_s:
+        if now - start > SIZES.budget_s:
             break
         begun = time.perf_counter()
     return statistics.median(taken[1:] or taken or [0.0])
+
+
+# Updates
+
+
+def measure_update(workload: Workload, *, device: torch.device | str = "cpu") -> UpdateCost:
+    """Time updates of copies of a workload's parameters, with its own optimizer and clipping.
+
+    On one thread, as ranks have it. The user's model is left as it was. A model without trainable
+    parameters costs nothing.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measured(workload, torch.device(device))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(workload: Workload, place: torch.device) -> UpdateCost:
+    chosen: list[tuple[str, nn.Parameter]] = []
+    total = 0
+    named = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
+    for name, parameter in sorted(named, key=lambda entry: entry[1].nbytes):
+        total += parameter.nbytes
+        if chosen and total > SIZES.parameter_bytes:
+            break
+        chosen.append((name, parameter))
+    if not chosen:
+        return UpdateCost(0.0, 0.0, 0.0)
+    # The smallest one, the smaller half and all of them tell number and bytes apart.
+    counts = sorted({1, -(-len(chosen) // 2), len(chosen)})
+    rows, seconds = [], []
+    for count in counts:
+        part = chosen[:count]
+        rows.append((1.0, float(count), float(sum(p.nbytes for _, p in part))))
+        seconds.append(_TrialUpdate(workload, part, place).seconds())
+    return replace(fit(rows, seconds), **_temporary(workload, chosen, place))
+
+
+def _temporary(
+    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+) -> dict[str, float]:
+    """Measure the memory that updates take besides, as the fields of ``UpdateCost``.
+
+    Those of the two largest parameters and of all of them tell apart what grows with all and what
+    is of one after the other, of which the one before may still be alive.
+    """
+    largest = named[-1][1].nbytes
+    few, total = (sum(p.nbytes for _, p in part) for part in (named[-2:], named))
+    of_few = of_all = _TrialUpdate(workload, named[-2:], place).temporary_bytes()
+    if total > few:
+        of_all = max(_TrialUpdate(workload, named, place).temporary_bytes(), of_few)
+    share = _noted((of_all - of_few) / max(total - few, 1))
+    return {
+        "all_temporary": share,
+        "largest_temporary": _noted(max(0.0, of_few - share * few) / largest),
+    }
+
+
+def _noted(share: float) -> float:
+    """A share without what norms and counts of steps take."""
+    return share if share >= SIZES.least_share else 0.0
+
+
+class _TrialUpdate:
+    """An update of copies of some parameters of a workload, on a device."""
+
+    def __init__(
+        self, workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+    ) -> None:
+        self._workload, self._place = workload, place
+        options: dict[str, Any] = {"device": place, "memory_format": torch.preserve_format}
+        self._held = {n: nn.Parameter(torch.full_like(p, 1e-3, **options)) for n, p in named}
+        self._optimizer = workload.make_optimizer(list(self._held.items()))
+        refuse_unsupported(self._optimizer, None)
+
+    def temporary_bytes(self) -> int:
+        """Bytes that an update takes besides parameters, gradients and the optimizer's state."""
+        self._give_gradients()
+        self._update()  # which makes the state
+        held = [*self._held.values(), *gradients_of(self._held).values()]
+        for state in self._optimizer.state.values():
+            held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        memory, place = PeakMemory(self._place, held), self._place
+        counted = accelerator.has_own_memory(place)
+        before = torch.accelerator.memory_allocated(place) if counted else Storages(held, ()).now
+        with memory.measuring():
+            self._update()
+        return max(0, memory.peak_bytes - before)
+
+    def seconds(self) -> float:
+        """Median seconds of an update."""
+        other = torch.zeros(SIZES.cache_bytes // 4, device=self._place)
+        taken: list[float] = []
+        deadline = time.perf_counter() + SIZES.updates_budget_s
+        for repeat in range(-2, SIZES.updates):
+            self._give_gradients()
+            # The passes of a step leave nothing of the optimizer's state in the cache.
+            other.add_(1)
+            accelerator.synchronize(self._place)
+            begun = time.perf_counter()
+            self._update()
+            accelerator.synchronize(self._place)
+            if repeat >= 0:
+                taken.append(time.perf_counter() - begun)
+                if time.perf_counter() > deadline:
+                    break
+        return statistics.median(taken)
+
+    def _give_gradients(self) -> None:
+        """Give copies gradients of the kind that they have in training: rows where the optimizer
+        takes these alone (``SparseAdam``), or where a table has them and the optimizer is not
+        PyTorch's.
+        """
+        optimizer, named = self._optimizer, self._workload.module.named_modules()
+        has_rows = set(self._held) if isinstance(optimizer, torch.optim.SparseAdam) else set()
+        if taken_gradients(optimizer) is TakenGradients.SPARSE:
+            has_rows |= {
+                f"{path}.weight" if path else "weight"
+                for path, part in named
+                if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            }
+        for name, parameter in self._held.items():
+            gradient = torch.full_like(parameter, 1e-3)
+            is_sparse = name in has_rows and gradient.dim()
+            parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+
+    def _update(self) -> None:
+        gradients = gradients_of(self._held)
+        if self._workload.clip_norm is None:
+            bad_names(gradients)
+        else:
+            (squares,) = squares_of([*gradients.values()])
+            # As if the norm were too large, which is when clipping costs something.
+            clip(self._held, float(squares), 1e-12)
+        with naming_place("the optimizer of the Workload raised in an update,"):
+            self._optimizer.step()
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost:
+    """Non-negative figures that fit the times; with few of them the first terms stay out."""
+    for left_out in range(3):
+        table = np.array(rows)[:, left_out:]
+        if len(rows) < table.shape[1]:
+            continue
+        # Relative errors count, or the smallest update would not.
+        weights = 1 / np.array(seconds)
+        scale = table.max(axis=0)
+        terms = np.linalg.lstsq(table / scale * weights[:, None], np.ones(len(rows)), rcond=None)[0]
+        if (terms >= 0).all():
+            figures = [0.0] * left_out + (terms / scale).tolist()
+            return UpdateCost(*figures)
+    return UpdateCost(0.0, 0.0, max(s / row[2] for s, row in zip(seconds, rows, strict=True)))

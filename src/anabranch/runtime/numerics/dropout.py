@@ -10,6 +10,7 @@ the step, the operation's place in the model and the sample's place in the batch
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +25,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import CALL, frame, schema_name
 from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
 from anabranch.graph.split import StageProgram
-from anabranch.runtime.numerics.random_ops import DRAWS, draw
-from anabranch.runtime.numerics.random_streams import counters, streams
+from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 
 _CPU = torch.device("cpu")
 _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
@@ -187,8 +187,7 @@ class NoDropout(TorchFunctionMode):
 
 def without_dropout(module: fx.GraphModule) -> fx.GraphModule:
     """The same stage, which drops nothing."""
-    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(module.graph, copied))
+    graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue

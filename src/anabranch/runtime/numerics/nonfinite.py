@@ -14,7 +14,7 @@ between stages are kept (``Outcome.bad_values``). The first in the order of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -98,11 +98,19 @@ class Trace:
 
     def findings(self, outcome: Outcome) -> list[Finding]:
         """Return what this rank knows of a bad batch."""
-        bad = [
+        found = [
+            Finding(1, -stage, microbatch, _GRADIENT, value)
+            if is_gradient
+            else Finding(0, stage, microbatch, _ACTIVATION, value)
+            for (stage, microbatch), value, is_gradient in outcome.bad_values
+        ]
+        if outcome.bad is not None:
+            found.append(Finding(0, *outcome.bad, _LOSS, -1))
+        found += [
             Finding(1, -self._stage_of(name), _UNKNOWN, _PARAMETER, self._names.index(name))
             for name in outcome.bad_parameters
         ]
-        return [*_between_stages(outcome), *bad]
+        return found
 
     def _stage_of(self, name: str) -> int:
         """Return the last stage of this rank that reads a parameter."""
@@ -130,17 +138,6 @@ class Trace:
         ops, producer = self._captured.graph.ops, value.producer
         origin = "the batch" if producer == BATCH else ops[producer].name
         return f"the activation {value.name} of {origin}"
-
-
-def _between_stages(outcome: Outcome) -> Iterator[Finding]:
-    """Generate findings in the tensors that left this rank's stages, and in its losses."""
-    for (stage, microbatch), value, is_gradient in outcome.bad_values:
-        if is_gradient:
-            yield Finding(1, -stage, microbatch, _GRADIENT, value)
-        else:
-            yield Finding(0, stage, microbatch, _ACTIVATION, value)
-    if outcome.bad is not None:
-        yield Finding(0, *outcome.bad, _LOSS, -1)
 
 
 def _data_advice(leaves: Mapping[str, Tensor], when: str) -> str:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,16 +55,16 @@ class Offload:
         self._stream: torch.Stream | None = None
         self._copying: deque[weakref.ref[Saved]] = deque()
 
-    def __call__(self, held: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
+    @contextmanager
+    def __call__(self, held: Iterable[Tensor] = ()) -> Iterator[None]:
         """Around the forward of one micro-batch.
 
         Args:
             held: tensors that stay on the device until its backward.
         """
-        return self._saving(held) if accelerator.has_streams(self._place) else nullcontext()
-
-    @contextmanager
-    def _saving(self, held: Iterable[Tensor]) -> Iterator[None]:
+        if not accelerator.has_streams(self._place):
+            yield
+            return
         if self._stream is None:
             # The pool of streams is small, and NCCL takes from it as well.
             self._stream = accelerator.new_stream(self._place)
