@@ -39,10 +39,6 @@ from anabranch.graph.call_traits import (
     with_tensor,
 )
 from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    CONSTANT,
-    PARAMETER,
     FlatProgram,
     frame,
     requires_grad,
@@ -97,15 +93,15 @@ class _Follower:
             elif node in self.read or written(node):
                 self.read.update(self.value_inputs(node))
         # What the forward changes is another number in every micro-batch.
-        self.changing = {source.name for _, source in program.writes_to(BUFFER)}
+        self.changing = program.changed("buffer")
 
     def result(self) -> SampleFlow:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 source = self.program.sources[node]
-                known = source.kind != PARAMETER and source.name not in self.changing
-                flow = Flow("samples" if source.kind == BATCH_LEAF else "constant", known)
-                is_number = source.kind == CONSTANT and not self.is_same(node)
+                known = source.kind != "parameter" and source.name not in self.changing
+                flow = Flow("samples" if source.kind == "batch" else "constant", known)
+                is_number = source.kind == "constant" and not self.is_same(node)
                 self.flows[node] = Flow("statistic") if is_number else flow
             elif node.op == "get_attr":
                 self.flows[node] = Flow("constant")

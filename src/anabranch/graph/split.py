@@ -32,14 +32,7 @@ from torch.fx.node import map_aggregate
 
 from anabranch.graph.call_traits import node_arguments
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    CALL,
-    CONSTANT,
-    FlatProgram,
-    gradient_strides,
-)
+from anabranch.graph.flat_program import CALL, FlatProgram, gradient_strides
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import Precision
@@ -124,7 +117,9 @@ def stages_like(evaluation: Captured, stages: Sequence[Sequence[str]]) -> list[l
 
 
 class Split:
-    """The stages of a captured module; ``stage_of`` has the stage of every operator."""
+    """The stages of a captured module; ``stage_of`` has the stage of every operator, ``ports`` are
+    by value, then order.
+    """
 
     def __init__(
         self, captured: Captured, stage_of: tuple[int, ...], num_stages: int, exact: bool
@@ -134,16 +129,12 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
+        self.ports = self._uses.ports
 
     def under_autocast(self, precision: Precision | None, device_type: str) -> Split:
         """The same stages under autocast, see ``Captured.under_autocast``."""
         captured = self.captured.under_autocast(precision, device_type)
         return Split(captured, self.stage_of, self.num_stages, self.exact)
-
-    @property
-    def ports(self) -> tuple[Port, ...]:
-        """Every port, by value, then order."""
-        return self._uses.ports
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -162,12 +153,12 @@ class Split:
 
     def buffers(self, stage: int) -> dict[str, torch.Tensor]:
         """The model's buffers that a stage reads or updates, in the model's order."""
-        read = self._sources(stage, BUFFER)
+        read = self._sources(stage, "buffer")
         return {n: b for n, b in self.captured.module.named_buffers() if n in read}
 
     def leaves(self, stage: int) -> set[str]:
         """Names of the tensors of a batch that a stage reads."""
-        return self._sources(stage, BATCH_LEAF)
+        return self._sources(stage, "batch")
 
     def _sources(self, stage: int, kind: str) -> set[str]:
         program = self.captured.programs.example
@@ -282,7 +273,7 @@ class _Cutter:
         names = []
         needed = set(self.needed)
         for node, source in self.program.sources.items():
-            if source.kind == BATCH_LEAF and node in needed:
+            if source.kind == "batch" and node in needed:
                 self.env[node] = self.graph.placeholder(node.name)
                 names.append(source.name)
         return names
@@ -371,7 +362,7 @@ class _Cutter:
             self.attributes[target] = self.program.regions[target]
             return self.graph.get_attr(target)
         source = self.program.sources[node]
-        if source.kind == CONSTANT:
+        if source.kind == "constant":
             target = f"_constants.{source.name.replace('.', '_')}"
             value = self.program.constants[source.name]
             at_home = value if value.is_meta else value.to(node.meta["val"].device)
@@ -382,7 +373,7 @@ class _Cutter:
             # A model may call a part of itself ``graph`` or ``code``, as a GraphModule does.
             taken = source.name.partition(".")[0] in _GRAPH_MODULE_NAMES
             target = f"_taken.{source.name}" if taken else source.name
-            if source.kind == BUFFER:
+            if source.kind == "buffer":
                 holder = self.captured.module.get_submodule(owner)
                 self.attributes[target] = getattr(holder, name)
                 if name in holder._non_persistent_buffers_set:

@@ -38,7 +38,6 @@ from torch import Tensor, fx
 from anabranch.graph.call_traits import arguments, base_name, inputs_of, tensor, with_tensor
 from anabranch.graph.flat_program import (
     APART,
-    BATCH_LEAF,
     FlatProgram,
     PlaceholderSource,
     insert,
@@ -181,7 +180,7 @@ class WholeBatch:
                 rows.append(program.graph.placeholder(name.replace(" ", "_")))
             like = _as_rows(value.meta["val"].detach(), statistic, program.samples)
             set_value(rows[-1], torch.empty_like(like))
-            sources[rows[-1]] = PlaceholderSource(BATCH_LEAF, name)
+            sources[rows[-1]] = PlaceholderSource("batch", name)
         for position, number in self.uses:
             reader, statistic = nodes[position], self.statistics[number]
             if statistic.axis is not None:
