@@ -20,7 +20,7 @@ parameter that several stages read.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from anabranch.errors import some
 from anabranch.graph.call_traits import node_arguments
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import CALL, FlatProgram, gradient_strides
@@ -87,21 +88,10 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
         ValueError: unless stages hold every operator exactly once, and values flow to later stages.
     """
     graph = captured.graph
-    stage_of: dict[int, int] = {}
-    for s, names in enumerate(stages):
-        for name in names:
-            if name not in graph.index:
-                raise ValueError(f"stage {s} names operator {name}, which the model does not have")
-            if graph.index[name] in stage_of:
-                raise ValueError(
-                    f"operator {name} is in stage {stage_of[graph.index[name]]} and in stage {s}"
-                )
-            stage_of[graph.index[name]] = s
-    missing = [op.name for i, op in enumerate(graph.ops) if i not in stage_of]
-    if missing:
-        raise ValueError(
-            f"no stage holds {', '.join(missing[:5])} ({len(missing)} operators in all)"
-        )
+    held = Counter(name for names in stages for name in names)
+    if others := sorted(held.keys() ^ graph.index.keys() | {n for n in held if held[n] > 1}):
+        raise ValueError(f"{some(others)} is not once in the stages and once in the model")
+    stage_of = {graph.index[name]: s for s, names in enumerate(stages) for name in names}
     for a, b in graph.edges:
         if stage_of[a] > stage_of[b]:
             raise ValueError(
