@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from anabranch.graph import flat_program
-from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
+from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER
 
 
 def base_name(node: fx.Node) -> str:
@@ -170,7 +170,7 @@ class CallTraits:
         value = tensor(node)
         return (
             (name in CHEAP or not self.on_batch[node])
-            and not any(word in name for word in RANDOM)
+            and not flat_program.is_random(node.target)
             and not flat_program.written(node)
             and (value is None or not value.requires_grad)
             and node.meta.get("storage") not in self.last_writes

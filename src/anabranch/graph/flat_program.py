@@ -160,6 +160,11 @@ def schema_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def is_random(target: Any) -> bool:
+    """True for an operation that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def trains_norm(node: fx.Node) -> bool:
     """True if a batch normalisation takes the statistics of its input."""
     return len(node.args) > 5 and bool(node.args[5])
@@ -200,11 +205,13 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [leaf for leaf in tree_leaves(chosen) if isinstance(leaf, fx.Node)]
 
 
-def insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call before another one, of the same line and module, with its value."""
+def insert(
+    before: fx.Node, target: Any, *args: Any, origin: fx.Node | None = None, **kwargs: Any
+) -> fx.Node:
+    """Insert a call with its value before another one, of the line and module of an origin."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
-    copy_origin(before, node)
+    copy_origin(origin or before, node)
     args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     with torch.enable_grad():
         set_value(node, target(*args, **kwargs))

@@ -46,9 +46,6 @@ CHEAP = words(
 NOT_A_REMAINDER = words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
 """Cheap operations that are work all the same where a parameter is involved."""
 
-RANDOM = words("rand bernoulli normal dropout multinomial exponential poisson")
-"""Parts of the names of operations that draw random numbers."""
-
 LINEAR = words(
     """
     view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand expand_as transpose permute

@@ -41,6 +41,7 @@ from anabranch.graph.call_traits import (
 from anabranch.graph.flat_program import (
     FlatProgram,
     frame,
+    is_random,
     requires_grad,
     trains_norm,
     upstream,
@@ -166,8 +167,7 @@ class _Follower:
             return Flow("constant")  # of which a type or a size is read, as of x in ones_like(x[0])
         read = self.value_inputs(node)
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
-        is_random = any(word in base_name(node) for word in operations.RANDOM)
-        known = all(self.flows[source].known for source in read) and not is_random
+        known = all(self.flows[source].known for source in read) and not is_random(node.target)
         axis = self.axis(node)
         # Where rows of the whole batch are put in, they are as a tensor of the batch is.
         inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
@@ -262,8 +262,7 @@ class _Follower:
         """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
             is_place = bool(axis.trouble) and is_integer(node)
-            name = base_name(node)
-            is_alike = name in operations.ALIKE or any(word in name for word in operations.RANDOM)
+            is_alike = base_name(node) in operations.ALIKE or is_random(node.target)
             is_sliced = is_place or (is_alike and self.put_in(node))
             return Flow("samples", known) if is_sliced else None
         if known and self.changed(node):

@@ -57,8 +57,7 @@ def unfold(program: FlatProgram, calls: Folded) -> FlatProgram:
         dim, outer, inner = calls[key]
         readers = [user for user in program.calls if user in node.users]
         sizes = [outer, program.samples, inner]
-        view = insert(node.next, torch.ops.aten.unflatten.int, node, dim, sizes)
-        view.meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        view = insert(node.next, torch.ops.aten.unflatten.int, node, dim, sizes, origin=node)
         view.meta[UNFOLDS] = key
         for reader in readers:
             back = insert(reader, torch.ops.aten.flatten.using_ints, view, dim, dim + 2)
