@@ -55,16 +55,6 @@ LINEAR = words(
 )
 """Operations that may be done before or after a sum over samples."""
 
-REDUCED = words(
-    """
-    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
-    binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss hinge_embedding_loss
-    cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss
-    multilabel_margin_loss nll_loss nll_loss_nd nll_loss2d cross_entropy_loss ctc_loss
-    """
-)
-"""Losses with an argument ``reduction``: 1 is the mean, 2 the sum."""
-
 BY_CLASS = words("nll_loss nll_loss_nd nll_loss2d cross_entropy_loss")
 """Losses whose mean is over the targets that are not ignored, by their weights."""
 

@@ -71,7 +71,7 @@ Signature = list[tuple[str, str]]
 """Operation and module of every call of a program."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Programs:
     """Flat programs of one module, which have the same calls for any number of samples.
 

@@ -369,8 +369,8 @@ class _Follower:
     def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow | None:
         """A reduction over the samples."""
         ragged = any(self.axis(n).trouble == RAGGED for n in node.all_input_nodes)
-        if name in operations.REDUCED:
-            how = arguments(node).get("reduction")
+        how = arguments(node).get("reduction")  # of a loss: 1 is the mean, 2 the sum
+        if how is not None and "::" not in name:
             is_mean = how == 1 and not (
                 ragged or (name in operations.BY_CLASS and has_classes(node))
             )
