@@ -208,7 +208,9 @@ def written(node: fx.Node) -> list[fx.Node]:
 def insert(
     before: fx.Node, target: Any, *args: Any, origin: fx.Node | None = None, **kwargs: Any
 ) -> fx.Node:
-    """Insert a call with its value before another one, of the line and module of an origin."""
+    """Insert a call, with its value, before another one; it has the line and module of ``origin``,
+    by default those of that one.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     copy_origin(origin or before, node)
