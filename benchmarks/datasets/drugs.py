@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from anabranch.errors import DataError
-from anabranch.models.candle_uno import CandleUno
+from anabranch.models.candle_uno import CandleUno, CandleUnoSizes
 from anabranch.models.workload_builders import dataset_workload, shuffled
 from anabranch.workload import Batch, Workload
 from benchmarks.datasets.pickles import load_plain
@@ -124,7 +124,7 @@ def workload(sizes: DrugSizes | None = None) -> Workload:
     widths = [feature.shape[1] for feature in features]
     return dataset_workload(
         "drugs",
-        lambda: CandleUno(widths, sizes.width, layers=2, top_layers=2, dropout=0.0),
+        lambda: CandleUno(widths, CandleUnoSizes(width=sizes.width, layers=2, top_layers=2)),
         gather,
         partial(shuffled, table.training),
         table.held_out,

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.errors import DataError
-from anabranch.models.dlrm import DLRM
+from anabranch.models.dlrm import DLRM, DLRMSizes
 from anabranch.models.workload_builders import dataset_workload, shuffled
 from anabranch.workload import Batch, Workload
 from benchmarks.datasets.registry import Package, fetch
@@ -115,11 +115,7 @@ def workload(sizes: FlightSizes | None = None) -> Workload:
         return DLRM(
             [flights.schedule.shape[1], flights.weather.shape[1]],
             flights.tables,
-            width=sizes.width,
-            layers=3,
-            top_layers=2,
-            embedding=sizes.embedding,
-            dropout=0.0,
+            DLRMSizes(width=sizes.width, layers=3, top_layers=2, embedding=sizes.embedding, bag=1),
         )
 
     share = flights.late[flights.held_out].mean().item()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn, optim
+from torch.utils._pytree import tree_map_only
 
 from anabranch.data.loaders import Loader, loader_of
 from anabranch.data.packed import PackedBatch, Rows
@@ -229,15 +230,7 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
 
 def to_meta(batch: Batch) -> Batch:
     """The same batch, nested alike, without values."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to("meta")
-    if isinstance(batch, PackedBatch):
-        return PackedBatch(to_meta(batch.tensors), batch.packing)
-    if isinstance(batch, Mapping):
-        return {key: to_meta(value) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(to_meta(value) for value in batch)
-    return [to_meta(value) for value in batch] if isinstance(batch, list) else batch
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
 
 
 def with_article(word: str) -> str:

@@ -297,9 +297,9 @@ def test_a_head_of_training_alone_does_not_move_later_calls_of_other_modules() -
 @pytest.mark.parametrize(
     ("stages", "complaint"),
     [
-        ([["a", "b", "c", "d"]], "no stage holds e"),
-        ([["a", "b", "c", "d", "e"], ["a"]], "a is in stage 0 and in stage 1"),
-        ([["a", "b", "c", "d", "e", "f"]], "names operator f"),
+        ([["a", "b", "c", "d"]], "e is not once in the stages"),
+        ([["a", "b", "c", "d", "e"], ["a"]], "a is not once in the stages"),
+        ([["a", "b", "c", "d", "e", "f"]], "f is not once in the stages and once in the model"),
         ([["b", "c", "d", "e"], ["a"]], "a in stage 1 feeds b in stage 0"),
         ([["a", "c"], ["b", "d", "e"]], "b in stage 1 feeds c in stage 0"),
     ],

@@ -107,3 +107,22 @@ def test_a_gradient_that_counts_lookups_has_the_whole_batch() -> None:
     example = torch.zeros(4, dtype=torch.long), torch.zeros(4, 2, dtype=torch.long)
     ops = capture(ByFrequency(), example).graph.ops
     assert {op.name: op.whole_batch for op in ops} == {"table": True, "bag": True, "head": False}
+
+
+class RandomWeights(nn.Module):
+    """A mean by weights that are drawn in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.empty_like(x).uniform_()
+        return (self.head(x) * weights).sum() / weights.sum()
+
+
+def test_a_sum_of_drawn_numbers_is_no_statistic() -> None:
+    """It would be drawn once for the statistic, and once more in the forward."""
+    captured = capture(RandomWeights(), torch.randn(4, WIDTH))
+    assert captured.graph.loss_kind == "coupled"
+    assert not captured.programs.statistics

@@ -138,8 +138,16 @@ def test_what_reads_its_parameters_has_them_until_then():
         ("theirs:SIZE", {}, "theirs:SIZE is an int, not a function"),
         ("theirs:Net", {}, "theirs:Net is a class, not a function of yours"),
         ("theirs:returns_the_module", {}, "returned a Net, not an anabranch.Workload; end it with"),
-        ("theirs:demanding", {}, "needs path; write -o path=VALUE"),
-        ("theirs:workload", {"depth": "2"}, "has no argument depth; it has width"),
+        (
+            "theirs:demanding",
+            {},
+            "missing a required argument: 'path'; its arguments are path",
+        ),
+        (
+            "theirs:workload",
+            {"depth": "2"},
+            "keyword argument 'depth'; its arguments are width",
+        ),
         ("../theirs.py:workload", {}, "there is no module theirs for ../theirs.py:workload"),
         ("theirs-2:workload", {}, "not of the form package.module:function or file.py"),
         ("theirs:", {}, "not of the form"),

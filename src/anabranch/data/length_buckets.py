@@ -28,20 +28,8 @@ def pad_to_bucket(
     Raises:
         DataError: if a sequence is longer than all lengths.
     """
-    longest = max(batch[name].shape[1] for name in fill)
-    length = min((n for n in lengths if n >= longest), default=0)
-    if not length:
-        raise DataError(
-            f"a batch has sequences of {longest}, longer than every bucket "
-            f"({', '.join(map(str, sorted(lengths)))}): cut them, or add a bucket that holds them"
-        )
-    padded = dict(batch)
-    for name, value in fill.items():
-        tensor = batch[name]
-        samples, used, *inner = tensor.shape
-        rest = tensor.new_full((samples, length - used, *inner), value)
-        padded[name] = torch.cat([tensor, rest], 1)
-    return padded
+    buckets = tuple(dict.fromkeys(fill, length) for length in sorted(lengths))
+    return LengthBuckets(buckets, fill)(batch)
 
 
 @dataclass(frozen=True)
@@ -132,8 +120,8 @@ class LengthBuckets:
                 return self._padded(batch, lengths)
         sizes = ", ".join(f"{name} {batch[name].shape[1]}" for name in self.fill)
         raise DataError(
-            f"a batch has sequences of {sizes}, longer than all that the buckets were made of "
-            f"({self.lengths[-1]}): cut them in the collator (max_length)"
+            f"a batch has sequences of {sizes}, longer than all buckets ({self.lengths[-1]} at "
+            "most): cut them in the collator (max_length), or add a bucket that holds them"
         )
 
     def examples(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -148,5 +136,7 @@ class LengthBuckets:
     def _padded(self, batch: Mapping[str, Tensor], lengths: Mapping[str, int]) -> dict[str, Tensor]:
         padded = dict(batch)
         for name, length in lengths.items():
-            padded = pad_to_bucket(padded, [length], {name: self.fill[name]})
+            samples, used, *inner = batch[name].shape
+            rest = batch[name].new_full((samples, length - used, *inner), self.fill[name])
+            padded[name] = torch.cat([batch[name], rest], 1)
         return padded

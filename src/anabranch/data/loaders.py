@@ -28,7 +28,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ class Loader:
         for part in (*self._samplers, *_with_wrapped(self.source, "dataset")):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        order = self._order(batch_size, epoch, seed)
+        order = self._order(batch_size, epoch, seed, start)
         if order is None:
             made = self._as_they_come(batch_size, epoch, start, seed, state)
         else:
@@ -181,23 +181,27 @@ class Loader:
         collate = getattr(self.source, "collate_fn", default_collate if samples else None)
         return map(partial(self._packing.packed, is_stacked=collate is default_collate), made)
 
-    def _order(self, batch_size: int, epoch: int, seed: int) -> Iterator[Sequence[int]] | None:
-        """Sample numbers of every batch; None where the source does not go by them."""
+    def _order(
+        self, batch_size: int, epoch: int, seed: int, start: int
+    ) -> Iterator[Sequence[int]] | None:
+        """Sample numbers of every batch from one on; None where the source does not go by them."""
         source = self.source
         if isinstance(source, DataLoader):
             # Workers of the DataLoader read ahead by its own order.
             has_index = not isinstance(source.dataset, IterableDataset)
             if source.batch_sampler is None or source.num_workers or not has_index:
                 return None
-            return _drawn(source.batch_sampler, seed, epoch)
+            return _drawn(source.batch_sampler, seed, epoch, start)
         if not self._is_indexed_set:
             return None
         numbers = torch.arange(len(source))
         if self._shuffle:
             generator = torch.Generator().manual_seed(mixed(seed, epoch))
             numbers = torch.randperm(len(source), generator=generator)
-        starts = range(0, len(numbers), batch_size)
-        return (numbers[start : start + batch_size].tolist() for start in starts)
+        begins = range(0, len(numbers), batch_size)
+        if len(begins) < start:
+            raise too_short(start, epoch, len(begins))
+        return (numbers[i : i + batch_size].tolist() for i in begins[start:])
 
     def _by_samples(
         self,
@@ -208,9 +212,6 @@ class Loader:
         reads: Callable[[], Collection[str] | None],
         types: TensorTypes | None,
     ) -> Iterator[Any]:
-        passed = sum(1 for _ in islice(order, start))
-        if passed < start:
-            raise too_short(start, epoch, passed)
         is_loader = isinstance(self.source, DataLoader)
         dataset = self.source.dataset if is_loader else self.source
         collate = self.source.collate_fn if is_loader else default_collate
@@ -255,17 +256,7 @@ class Loader:
             self.source.load_state_dict(state)
             passed = start
         _leave_workers_of_parent(source)
-        with seeded(seed, epoch, -1):
-            iterator = iter(source)
-        for number in count(passed):
-            with seeded(seed, epoch, number):
-                batch = next(iterator, iterator)
-            if batch is iterator:
-                if number < start:
-                    raise too_short(start, epoch, number)
-                return
-            if number >= start:
-                yield batch
+        yield from _drawn(source, seed, epoch, start, passed)
 
 
 def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
@@ -332,16 +323,23 @@ def _leave_workers_of_parent(loader: Any) -> None:
 _of_parent: list[Any] = []
 
 
-def _drawn(sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> Iterator[Sequence[int]]:
-    """Sample numbers of a sampler, which may draw them at any of its steps."""
+def _drawn(
+    items: Iterable[Any], seed: int, epoch: int, start: int, passed: int = 0
+) -> Iterator[Any]:
+    """Items from ``start`` on of a sampler or a loader, which may draw them at any of its steps and
+    goes on after those that are ``passed``; raises DataError where there are fewer.
+    """
     with seeded(seed, epoch, -1):
-        iterator = iter(sampler)
-    for number in count():
+        iterator = iter(items)
+    for number in count(passed):
         with seeded(seed, epoch, number):
-            samples = next(iterator, None)
-        if samples is None:
+            item = next(iterator, iterator)
+        if item is iterator:
+            if number < start:
+                raise too_short(start, epoch, number)
             return
-        yield samples
+        if number >= start:
+            yield item
 
 
 def _fetched(dataset: Any, samples: Sequence[int], collate: Callable[[Any], Any]) -> Any:

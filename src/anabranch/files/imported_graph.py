@@ -32,7 +32,7 @@ class ImportedNode:
     Attributes:
         where: the place in the file, such as ``line 3``.
         label, kind: what it is, for people and in a report.
-        kept_bytes: kept for the backward.
+        kept_bytes, output_bytes: kept for the backward, of all outputs.
         parameters: names and bytes; empty for the node's own, one name may be shared.
         data: part of the batch; nothing leads to it.
     """
@@ -43,6 +43,7 @@ class ImportedNode:
     forward_s: float = 0.0
     backward_s: float = 0.0
     kept_bytes: float = 0.0
+    output_bytes: float = 0.0
     parameters: tuple[tuple[str, float], ...] = ()
     data: bool = False
     kind: str = ""

@@ -72,17 +72,16 @@ def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Pr
     text = read_text(path)
     if " -- " not in text.lstrip().partition("\n")[0]:
         raise FileFormatError(f"{path} {_what(text)}; {KNOWN}")
-    nodes, outputs, edges = _parse(text, str(path))
+    nodes, edges = _parse(text, str(path))
     if not nodes:
         raise FileFormatError(f"{path} has edges, but no line about a node")
-    size, unit = (samples, "") if samples else _mini_batch(nodes, outputs, path)
+    size, unit = (samples, "") if samples else _mini_batch(nodes, path)
     if size > LIMITS.samples:
         raise FileFormatError(
             f"{path} is for {size} samples; more than {LIMITS.samples} is a mistake"
         )
-    first, nbytes = sources((node.key for node in nodes), edges), {}
-    for node, output in zip(nodes, outputs, strict=True):
-        nbytes[node.key] = output
+    nbytes = {node.key: node.output_bytes for node in nodes}
+    first = sources(nbytes, edges)
     return ImportedGraph(
         file=str(path),
         name=path.parent.name if path.name == "graph.txt" else path.stem,
@@ -113,18 +112,18 @@ def _what(text: str) -> str:
     return f"is no profile: it starts with {shown(text.strip().partition(chr(10))[0])}"
 
 
-def _mini_batch(nodes: list[ImportedNode], outputs: list[float], path: Path) -> tuple[int, str]:
+def _mini_batch(nodes: list[ImportedNode], path: Path) -> tuple[int, str]:
     """Samples of the profiled mini-batch, and what is to be said about them."""
     named = re.search(r"(?<![a-z])pbs-0*([1-9][0-9]{0,12})(?![0-9])", path.name)
     if named:
         return int(named[1]), ""
-    for node, output in zip(nodes, outputs, strict=True):
-        if node.label == "Input" and images(output):
-            return images(output), ""
-    for node, output in zip(nodes, outputs, strict=True):
+    for node in nodes:
+        if node.label == "Input" and images(node.output_bytes):
+            return images(node.output_bytes), ""
+    for node in nodes:
         width = re.match(r"Embedding\([0-9]+, ([1-9][0-9]{0,6})\b", node.label)
-        if width and _divides(4 * int(width[1]), output):
-            return int(output) // (4 * int(width[1])), ", a sample is a token"
+        if width and _divides(4 * int(width[1]), node.output_bytes):
+            return int(node.output_bytes) // (4 * int(width[1])), ", a sample is a token"
     return 1, ", a sample is the whole mini-batch (the file does not tell how many it has)"
 
 
@@ -137,9 +136,9 @@ def _divides(part: int, whole: float) -> bool:
     return whole > 0 and whole == int(whole) and int(whole) % part == 0
 
 
-def _parse(text: str, file: str) -> tuple[list[ImportedNode], list[float], list[Edge]]:
-    """Nodes, the bytes of the output of each, and edges, whose bytes are still to come."""
-    nodes, outputs, edges = [], [], []
+def _parse(text: str, file: str) -> tuple[list[ImportedNode], list[Edge]]:
+    """Nodes, and edges, whose bytes are still to come."""
+    nodes, edges = [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -148,10 +147,8 @@ def _parse(text: str, file: str) -> tuple[list[ImportedNode], list[float], list[
         if line[0] in " \t":
             edges.append(_edge(parts, where, place))
         else:
-            node, output = _node(parts, where, place)
-            nodes.append(node)
-            outputs.append(output)
-    return nodes, outputs, edges
+            nodes.append(_node(parts, where, place))
+    return nodes, edges
 
 
 def _edge(parts: list[str], where: str, place: str) -> Edge:
@@ -163,8 +160,7 @@ def _edge(parts: list[str], where: str, place: str) -> Edge:
     return Edge(parts[0], parts[1], 0.0, place)
 
 
-def _node(parts: list[str], where: str, place: str) -> tuple[ImportedNode, float]:
-    """A node, and the bytes of its output."""
+def _node(parts: list[str], where: str, place: str) -> ImportedNode:
     if len(parts) > 3 and re.fullmatch(r"stage_id=[0-9]+", parts[-1]):
         parts = parts[:-1]
     if len(parts) < 3 or not _KEY.fullmatch(parts[0]):
@@ -174,17 +170,17 @@ def _node(parts: list[str], where: str, place: str) -> tuple[ImportedNode, float
         )
     label = " -- ".join(parts[1:-1])
     forward_ms, backward_ms, output, parameters = _columns(parts[-1], where)
-    node = ImportedNode(
+    return ImportedNode(
         key=parts[0],
         label=label,
         where=place,
         forward_s=forward_ms / 1000,
         backward_s=backward_ms / 1000,
         kept_bytes=0.0 if _ALIAS.match(label) else output,
+        output_bytes=output,
         parameters=(("", parameters),) if parameters else (),
         kind=re.sub(r"\W+", " ", label.partition("(")[0].strip())[:40].strip(),
     )
-    return node, output
 
 
 def _columns(text: str, where: str) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from anabranch.graph import flat_program
-from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER, RANDOM
+from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER
 
 
 def base_name(node: fx.Node) -> str:
@@ -139,12 +139,7 @@ class CallTraits:
         self.twins = dict(zip(self.calls, other.calls, strict=True))
         self.sizes = (program.samples, other.samples)
         self.outputs = set(program.outputs)
-        self.mutated: set[int] = {
-            target.meta["storage"]
-            for node in self.calls
-            for target in flat_program.written(node)
-            if "storage" in target.meta
-        }
+        self.last_writes = program.last_writes()
         self.on_parameters: dict[fx.Node, bool] = {}
         self.on_batch: dict[fx.Node, bool] = {}
         self.free: dict[fx.Node, bool] = {}
@@ -154,10 +149,10 @@ class CallTraits:
     def _classify(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             source = self.program.sources[node]
-            self.on_parameters[node] = source.kind == flat_program.PARAMETER
-            self.on_batch[node] = source.kind == flat_program.BATCH_LEAF
+            self.on_parameters[node] = source.kind == "parameter"
+            self.on_batch[node] = source.kind == "batch"
             self.free[node] = (
-                source.kind != flat_program.PARAMETER and node.meta["storage"] not in self.mutated
+                source.kind != "parameter" and node.meta["storage"] not in self.last_writes
             )
         elif node.op in ("call_function", "get_attr"):
             inputs = node.all_input_nodes
@@ -175,10 +170,10 @@ class CallTraits:
         value = tensor(node)
         return (
             (name in CHEAP or not self.on_batch[node])
-            and not any(word in name for word in RANDOM)
+            and not flat_program.is_random(node.target)
             and not flat_program.written(node)
             and (value is None or not value.requires_grad)
-            and node.meta.get("storage") not in self.mutated
+            and node.meta.get("storage") not in self.last_writes
         )
 
     def batch_dim(self, node: fx.Node) -> int | None:

@@ -13,9 +13,6 @@ from torch import fx
 
 from anabranch.graph.call_traits import base_name
 from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    PARAMETER,
     FlatProgram,
     frame,
     insert,
@@ -37,7 +34,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
     return tuple(
         dict.fromkeys(
             source.name
-            for call, source in program.writes_to(BUFFER, PARAMETER)
+            for call, source in program.writes_to("buffer", "parameter")
             if not {frame(call), source.name.rpartition(".")[0]} <= norms
             and call not in whole
             and not is_bounding(call)
@@ -47,8 +44,7 @@ def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str
 
 def seen_writes(program: FlatProgram) -> frozenset[str] | None:
     """Names of all state that a program changes; None with regions, whose writes are unknown."""
-    names = frozenset(source.name for _, source in program.writes_to(BUFFER, PARAMETER))
-    return None if program.regions else names
+    return None if program.regions else frozenset(program.changed("buffer", "parameter"))
 
 
 def copy_changed_state(program: FlatProgram) -> None:
@@ -56,7 +52,7 @@ def copy_changed_state(program: FlatProgram) -> None:
     place: autograd keeps what they read, and this forward or the next changes it. Views of state
     are left, as writes may go through them.
     """
-    calls = {call for call, _ in program.writes_to(BUFFER, PARAMETER)}
+    calls = {call for call, _ in program.writes_to("buffer", "parameter")}
     writes = [call for call in calls if not is_bounding(call)]
     changed = {target.meta.get("storage", 0) for call in writes for target in written(call)}
     for call in program.calls:
@@ -68,6 +64,6 @@ def copy_changed_state(program: FlatProgram) -> None:
 
 def changed_by_samples(program: FlatProgram) -> tuple[str, ...]:
     """Names of parameters that a program changes by what is in the batch."""
-    writes = program.writes_to(PARAMETER)
-    names = (source.name for call, source in writes if BATCH_LEAF in program.kinds_above([call]))
+    writes = program.writes_to("parameter")
+    names = (source.name for call, source in writes if "batch" in program.kinds_above([call]))
     return tuple(dict.fromkeys(names))

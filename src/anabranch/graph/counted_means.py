@@ -15,7 +15,7 @@ from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name, has_classes, inputs_of, tensor
 from anabranch.graph.flat_program import FlatProgram, insert, storage, tensors, written
-from anabranch.graph.operations import BY_CLASS, REDUCED, words
+from anabranch.graph.operations import BY_CLASS, words
 
 _aten = torch.ops.aten
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
@@ -42,9 +42,10 @@ def counted_means(program: FlatProgram) -> FlatProgram:
                 node.replace_input_with(read[1], count)
             continue
         is_mean, count = node.target is _aten.mean.default, None
-        if name in _COUNTED and has_classes(node) and options["reduction"] == _MEAN:
+        is_loss = options.get("reduction") == _MEAN and "::" not in name
+        if is_loss and name in _COUNTED and has_classes(node):
             count = _count(node, options)
-        elif is_mean or (name in REDUCED - _NOT_SUMMED and options.get("reduction") == _MEAN):
+        elif is_mean or (is_loss and name not in _NOT_SUMMED):
             count = _chosen_count(node, read[0], by_row=name in _BY_ROW)
         if count is not None:
             target = _aten.sum.default if is_mean else node.target

@@ -17,6 +17,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anabranch.graph.flat_program import is_random
+
 _LIBRARY: Any = torch.library.Library("autograd_function", "DEF")  # type: ignore[no-untyped-call]
 _TYPES: dict[str, Any] = {"Tensor": torch.Tensor, "SymInt": int | torch.SymInt, "float": float}
 _FIXED = (bool, str, type(None), torch.dtype, torch.device)
@@ -36,7 +38,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        self.seen |= is_random(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -245,9 +245,6 @@ _NOTHING: _Found = None, Selection()
 def _of_node(node: Any) -> _Found:
     node = _stripped(node)
     name = _name(node)
-    if name == "logical_not":
-        truth, selection = _of_node(node.args[0])
-        return None if truth is None else not truth, selection
     if name == "any":
         return True, _of_mask(node)
     truth = truth_if_compared(name, node.args[1]) if name in COMPARED else None

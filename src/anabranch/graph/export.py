@@ -78,7 +78,7 @@ class ReturnsLoss(nn.Module):
 def export(
     module: ReturnsLoss,
     leaves: list[torch.Tensor],
-    reads: AttributesRead | None = None,
+    reads: AttributesRead,
     *,
     dynamic: bool,
     works_with: int | None = None,
@@ -89,7 +89,6 @@ def export(
     reads are noted in ``reads``, arguments and results of the submodules ``preserve`` in the
     exported program.
     """
-    reads = reads or AttributesRead(module, module)
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None

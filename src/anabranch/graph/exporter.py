@@ -27,9 +27,6 @@ from anabranch.graph.counted_means import counted_means
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.export import ReturnsLoss, export, quiet
 from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    PARAMETER,
     FlatProgram,
     PlaceholderSource,
     frame,
@@ -91,8 +88,8 @@ class Exporter:
         self._wrapped = ReturnsLoss(module, layout.rebuild)
         self._names = _first_names(module)
         self._tensors: dict[PlaceholderSource, torch.Tensor] = {
-            **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
-            **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
+            **{PlaceholderSource("parameter", n): p for n, p in module.named_parameters()},
+            **{PlaceholderSource("buffer", n): b for n, b in module.named_buffers()},
         }
         self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self._dynamic: torch.export.ExportedProgram | None = None
@@ -178,7 +175,7 @@ class Exporter:
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
     ) -> FlatProgram:
         def find(source: PlaceholderSource) -> torch.Tensor:
-            if source.kind != BATCH_LEAF:
+            if source.kind != "batch":
                 return self._tensors[source]
             shape, dtype = self.layout.types[source.name]
             return torch.empty((samples, *shape), dtype=dtype, device=device or self.device)
@@ -194,9 +191,9 @@ class Exporter:
         )
         try:
             program = lowered()
-            if changed := {source.name for _, source in program.writes_to(BATCH_LEAF)}:
+            if changed := program.changed("batch"):
                 program = lowered(copied=changed)
-            self.moved |= {source.name for _, source in program.writes_to(BUFFER)}
+            self.moved |= program.changed("buffer")
             if both := sorted(self.moved & self.reads.buffers.keys()):
                 raise CaptureError(
                     f"{type(self.module).__name__} cannot be captured: by the value of {both[0]} "
@@ -218,7 +215,7 @@ class Exporter:
             ) from error
         program = numbers_as_tensors(program, self.outputs)
         self._require_denominator(program)
-        for node, source in program.writes_to(PARAMETER):
+        for node, source in program.writes_to("parameter"):
             if is_bounding(node):
                 for view in written(node):
                     if view.target is _aten.detach.default:
@@ -242,7 +239,7 @@ class Exporter:
         loss = program.outputs[0]
         if not self._wrapped.pairs or len(loss.all_input_nodes) != 2:
             return
-        if PARAMETER in program.kinds_above(loss.all_input_nodes[1:]):
+        if "parameter" in program.kinds_above(loss.all_input_nodes[1:]):
             raise CaptureError(
                 f"{type(self.module).__name__} returns two scalars, which are taken as numerator "
                 "and denominator of a loss, but the second depends on parameters, as an accuracy "

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.operations import BATCH_NORMS
 
-PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
+SourceKind = Literal["parameter", "buffer", "constant", "batch"]
+"""Origin of a tensor that a program reads; ``batch`` is a leaf of it."""
 APART = "apart"
 """Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
 CALL = "call"
@@ -31,9 +32,9 @@ in evaluation mode, and for any number of samples."""
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderSource:
-    """Origin of a placeholder: its kind (one of the constants above) and name there."""
+    """Origin of a placeholder: its kind, and name there."""
 
-    kind: str
+    kind: SourceKind
     name: str
 
 
@@ -91,12 +92,12 @@ class FlatProgram:
     def drop_dead(self) -> None:
         """Leave out calls that nothing depends on."""
         for node in reversed(list(self.graph.nodes)):
-            leaf = node in self.sources and self.sources[node].kind == BATCH_LEAF
+            leaf = node in self.sources and self.sources[node].kind == "batch"
             if node.op != "output" and not (node.users or leaf or written(node)):
                 self.graph.erase_node(node)
                 self.sources.pop(node, None)
 
-    def writes_to(self, *kinds: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
+    def writes_to(self, *kinds: SourceKind) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
         """Calls that change placeholders of some kinds in place, also by a view of them."""
         sources = {
             node.meta["storage"]: source
@@ -108,7 +109,16 @@ class FlatProgram:
                 if target.meta.get("storage") in sources:
                     yield call, sources[target.meta["storage"]]
 
-    def kinds_above(self, nodes: Iterable[fx.Node]) -> set[str]:
+    def changed(self, *kinds: SourceKind) -> set[str]:
+        """Names of the placeholders of some kinds that calls change in place."""
+        return {source.name for _, source in self.writes_to(*kinds)}
+
+    def last_writes(self) -> dict[int | None, int]:
+        """Memory that calls change in place -> position of the last of them."""
+        writes = ((i, target) for i, call in enumerate(self.calls) for target in written(call))
+        return {t.meta["storage"]: i for i, t in writes if "storage" in t.meta}
+
+    def kinds_above(self, nodes: Iterable[fx.Node]) -> set[SourceKind]:
         """Kinds of the placeholders that nodes depend on."""
         return {self.sources[node].kind for node in upstream(nodes) if node in self.sources}
 
@@ -148,6 +158,11 @@ def schema_name(node: fx.Node) -> str:
     if schema is not None:
         return str(schema.name)
     return getattr(node.target, "__name__", str(node.target))
+
+
+def is_random(target: Any) -> bool:
+    """True for an operation that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def trains_norm(node: fx.Node) -> bool:
@@ -190,11 +205,15 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [leaf for leaf in tree_leaves(chosen) if isinstance(leaf, fx.Node)]
 
 
-def insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call before another one, of the same line and module, with its value."""
+def insert(
+    before: fx.Node, target: Any, *args: Any, origin: fx.Node | None = None, **kwargs: Any
+) -> fx.Node:
+    """Insert a call, with its value, before another one; it has the line and module of ``origin``,
+    by default those of that one.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
-    copy_origin(before, node)
+    copy_origin(origin or before, node)
     args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     with torch.enable_grad():
         set_value(node, target(*args, **kwargs))

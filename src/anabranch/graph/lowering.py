@@ -34,14 +34,11 @@ from anabranch.graph.autocast import AutocastRegion, region_of
 from anabranch.graph.empty_selections import EmptySelections
 from anabranch.graph.export import quiet
 from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
     CALL,
-    CONSTANT,
     IN_AUTOCAST,
-    PARAMETER,
     FlatProgram,
     PlaceholderSource,
+    SourceKind,
     copy_origin,
     schema_name,
     set_value,
@@ -93,7 +90,7 @@ def lower(
     require_samples(exported, samples)
     builder = _ProgramBuilder(device)
     kinds = torch.export.graph_signature.InputKind
-    named = {kinds.PARAMETER: PARAMETER, kinds.BUFFER: BUFFER}
+    named: dict[Any, SourceKind] = {kinds.PARAMETER: "parameter", kinds.BUFFER: "buffer"}
     batch = iter(batch_names)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.enable_grad():
         specs = exported.graph_signature.input_specs
@@ -104,7 +101,7 @@ def lower(
             elif spec.kind is kinds.CONSTANT_TENSOR:
                 builder.constant(node, str(spec.target), exported.constants[str(spec.target)])
             elif spec.kind is kinds.USER_INPUT:
-                source = PlaceholderSource(BATCH_LEAF, next(batch))
+                source = PlaceholderSource("batch", next(batch))
                 builder.placeholder(node, source, find(source))
                 if source.name in copied:
                     leaf = builder.env[node]
@@ -215,7 +212,7 @@ class _ProgramBuilder:
 
     def constant(self, node: fx.Node, name: str, value: torch.Tensor) -> None:
         self.constants[name] = value
-        self.placeholder(node, PlaceholderSource(CONSTANT, name), value)
+        self.placeholder(node, PlaceholderSource("constant", name), value)
 
     def body(self, owner: nn.Module, graph: fx.Graph) -> Any:
         """Copy the calls of a graph whose placeholders are known; returns what it outputs."""

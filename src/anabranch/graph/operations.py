@@ -46,9 +46,6 @@ CHEAP = words(
 NOT_A_REMAINDER = words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
 """Cheap operations that are work all the same where a parameter is involved."""
 
-RANDOM = words("rand bernoulli normal dropout multinomial exponential poisson")
-"""Parts of the names of operations that draw random numbers."""
-
 LINEAR = words(
     """
     view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand expand_as transpose permute
@@ -57,16 +54,6 @@ LINEAR = words(
     """
 )
 """Operations that may be done before or after a sum over samples."""
-
-REDUCED = words(
-    """
-    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
-    binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss hinge_embedding_loss
-    cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss
-    multilabel_margin_loss nll_loss nll_loss_nd nll_loss2d cross_entropy_loss ctc_loss
-    """
-)
-"""Losses with an argument ``reduction``: 1 is the mean, 2 the sum."""
 
 BY_CLASS = words("nll_loss nll_loss_nd nll_loss2d cross_entropy_loss")
 """Losses whose mean is over the targets that are not ignored, by their weights."""

@@ -36,11 +36,11 @@ def build(
     batch_values, values = [], []
     for node in program.graph.nodes:
         source = program.sources.get(node)
-        if source is not None and source.kind == flat_program.PARAMETER:
+        if source is not None and source.kind == "parameter":
             for op in readers[node]:
                 read[op].add(source.name)
-        elif source is not None and source.kind == flat_program.BATCH_LEAF:
-            size = _bytes(node) // program.samples
+        elif source is not None and source.kind == "batch":
+            size = node.meta["val"].nbytes // program.samples
             consumers = tuple(sorted(readers[node]))
             batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
         elif node.op == "call_function" and owners[node] != FREE:
@@ -49,7 +49,7 @@ def build(
                 grad = flat_program.requires_grad(node) and any(
                     user in carriers and owners[user] != owners[node] for user in node.users
                 )
-                dim, nbytes = traits.batch_dim(node), _bytes(node)
+                dim, nbytes = traits.batch_dim(node), node.meta["val"].nbytes
                 if dim is not None:
                     nbytes //= program.samples
                 value = Value(owners[node], consumers, nbytes, dim is not None, grad, node.name)
@@ -63,7 +63,7 @@ def build(
         ops.append(Op(name, ordered, kind, whole_batch=name in coupled))
     looked_up = tables(traits)
     held = tuple(
-        Parameter(n, p.numel() * p.element_size(), p.requires_grad, looked_up.get(n))
+        Parameter(n, p.nbytes, p.requires_grad, looked_up.get(n))
         for n, p in parameters.items()
         if n in used
     )
@@ -94,12 +94,6 @@ def _readers(
     return readers
 
 
-def _bytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor."""
-    value: Tensor = node.meta["val"]
-    return value.numel() * value.element_size()
-
-
 def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     """Parameters that are only looked up in, by rows that the batch names, so that they have
     gradients there alone; sparse ones where ``nn.Embedding`` is told so (``sparse=True``).
@@ -107,7 +101,7 @@ def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     tables_by_name = {}
     for node, source in traits.program.sources.items():
         weight = tensor(node)
-        if source.kind != flat_program.PARAMETER or weight is None or weight.dim() != 2:
+        if source.kind != "parameter" or weight is None or weight.dim() != 2:
             continue
         lookups = [_lookups(user, node, traits) for user in node.users]
         if lookups and all(lookups):

@@ -18,13 +18,7 @@ from torch import fx
 
 from anabranch.graph.call_traits import node_arguments
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import (
-    PARAMETER,
-    FlatProgram,
-    gradient_calls,
-    requires_grad,
-    written,
-)
+from anabranch.graph.flat_program import FlatProgram, gradient_calls, requires_grad
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import BATCH
 
@@ -71,8 +65,7 @@ class PortMap:
         self.local: dict[int, dict[Use, int]] = {}
         self.summands: dict[int, int] = {}
         self.tied_of: dict[tuple[str, Use], TiedUse] = {}
-        writes = ((i, target) for i, node in enumerate(self.calls) for target in written(node))
-        self.last_write = {target.meta.get("storage", 0): i for i, target in writes}
+        self.last_writes = program.last_writes()
         ports: list[Port] = []
         for index, value in enumerate(captured.graph.values):
             if value.producer != BATCH:
@@ -89,7 +82,7 @@ class PortMap:
         """Uses of a node: with a gradient, in the order in which autograd adds them; and others."""
         after = -1
         if node.op != "placeholder":
-            after = self.last_write.get(node.meta.get("storage", 0), -1)
+            after = self.last_writes.get(node.meta.get("storage"), -1)
         with_grad: list[Use] = []
         without: list[Use] = []
         for user in node.users:
@@ -149,7 +142,7 @@ class PortMap:
     def add_tied(self, program: FlatProgram) -> None:
         tied: list[tuple[int, TiedUse]] = []
         for node, source in program.sources.items():
-            if source.kind != PARAMETER or not requires_grad(node):
+            if source.kind != "parameter" or not requires_grad(node):
                 continue
             runs = self.runs(self.uses(node)[0])
             if len({stage for stage, _ in runs}) < 2:

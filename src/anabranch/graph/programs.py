@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import InitVar, dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -18,14 +19,7 @@ from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.call_traits import arguments, is_size
 from anabranch.graph.exporter import Exporter, place_of
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    PARAMETER,
-    FlatProgram,
-    PlaceholderSource,
-    upstream,
-)
+from anabranch.graph.flat_program import FlatProgram, PlaceholderSource, upstream
 from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
 from anabranch.graph.lowering import with_casts
@@ -77,33 +71,27 @@ Signature = list[tuple[str, str]]
 """Operation and module of every call of a program."""
 
 
+@dataclass(eq=False, repr=False)
 class Programs:
     """Flat programs of one module, which have the same calls for any number of samples.
 
-    Args:
+    Attributes:
         module: the user's, whose parameters the programs use.
         exporter: which captured the module; has its device, its rewrites and their refusals.
         folded: calls of which programs have views that can be cut by samples.
         made: the programs that there are, on the exporter's device.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        exporter: Exporter,
-        grouping: Grouping,
-        whole_batch: WholeBatch,
-        folded: Folded,
-        signature: Signature,
-        made: Sequence[FlatProgram],
-    ) -> None:
-        self.module = module
-        self.grouping = grouping
-        self.folded = folded
-        self.signature = signature
-        self.exporter = exporter
-        self._whole_batch = whole_batch
-        self._made = {(program.samples, exporter.device): program for program in made}
+    module: nn.Module
+    exporter: Exporter
+    grouping: Grouping
+    whole_batch: WholeBatch
+    folded: Folded
+    signature: Signature
+    made: InitVar[Sequence[FlatProgram]]
+
+    def __post_init__(self, made: Sequence[FlatProgram]) -> None:
+        self._made = {(program.samples, self.exporter.device): program for program in made}
         self._make = self._lowered
 
     @property
@@ -144,7 +132,7 @@ class Programs:
     def _lowered(self, samples: int, place: torch.device) -> FlatProgram:
         program = self.exporter.program(samples, place)
         self._require_same(program)
-        return unfold(self._whole_batch.put_in(program), self.folded)
+        return unfold(self.whole_batch.put_in(program), self.folded)
 
     def under_autocast(self, precision: Precision, device_type: str) -> Programs:
         """The same programs under autocast, its casts with the operators that read them.
@@ -201,7 +189,7 @@ class Programs:
     @property
     def statistics(self) -> frozenset[str]:
         """Names of the whole batch's statistics, which programs read besides its tensors."""
-        return frozenset(self._whole_batch.names)
+        return frozenset(self.whole_batch.names)
 
     def tensors_for(self, names: frozenset[str]) -> frozenset[str]:
         """The tensors of a batch that tensors and statistics of these names are made of."""
@@ -210,7 +198,7 @@ class Programs:
         if own == names or program is None:
             return own
         # Statistics of no tensor are those of the number of samples.
-        read = {s.name for s in program.sources.values() if s.kind == BATCH_LEAF}
+        read = {s.name for s in program.sources.values() if s.kind == "batch"}
         return own | read or frozenset(self.exporter.layout.names[:1])
 
     def with_statistics(
@@ -224,7 +212,7 @@ class Programs:
         Raises:
             CaptureError: if the model cannot run with as many samples.
         """
-        if not self._whole_batch.statistics:
+        if not self.whole_batch.statistics:
             return dict(tensors)
         first = next(iter(tensors.values()))
         samples, place = int(first.shape[0]), device or first.device
@@ -235,7 +223,7 @@ class Programs:
             values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
         else:
             values = self.run(program, tensors, place)
-        return {**tensors, **self._whole_batch.rows(values, samples)}
+        return {**tensors, **self.whole_batch.rows(values, samples)}
 
     def run(
         self,
@@ -245,15 +233,15 @@ class Programs:
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
         """Outputs or other values of a program for a batch, from the module's own state."""
-        written = {source.name for _, source in program.writes_to(PARAMETER)}
+        written = program.changed("parameter")
 
         def find(source: PlaceholderSource) -> torch.Tensor:
-            if source.kind == BATCH_LEAF:
+            if source.kind == "batch":
                 value = tensors[source.name]
-            elif source.kind == PARAMETER:
+            elif source.kind == "parameter":
                 value = view_named(source.name, self.module.get_parameter(whole_name(source.name)))
                 value = value.clone() if source.name in written else value
-            elif source.kind == BUFFER:
+            elif source.kind == "buffer":
                 value = self.module.get_buffer(source.name).clone()  # it may count calls
             else:
                 value = program.constants[source.name].clone()
@@ -268,7 +256,7 @@ class Programs:
         proportion to the samples of slices.
         """
         program = self.example
-        writes = (call for call, _ in program.writes_to(BUFFER, PARAMETER))
+        writes = (call for call, _ in program.writes_to("buffer", "parameter"))
         above = upstream([*program.outputs[:1], *writes])
         read = {program.sources[node].name for node in above if node in program.sources}
         if not (names := self.statistics & read):

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import BUFFER, PARAMETER
 from anabranch.graph.module_state import with_attributes
 
 
 def written_state(captured: Captured, module: nn.Module) -> list[Tensor]:
     """Tensors of a module, or of a part of it, that the forward is seen to change."""
     program = captured.programs.example
-    names = {source.name for _, source in program.writes_to(BUFFER, PARAMETER)}
+    names = program.changed("buffer", "parameter")
     named = (*module.named_parameters(), *module.named_buffers())
     return _writable(tensor for name, tensor in named if name in names)
 

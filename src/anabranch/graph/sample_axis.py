@@ -32,7 +32,7 @@ from anabranch.graph.call_traits import (
     tensor,
     value_inputs,
 )
-from anabranch.graph.flat_program import CallKey, FlatProgram
+from anabranch.graph.flat_program import CallKey, FlatProgram, is_random
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
 _REPEATS = ("repeat", "tile", "repeat_interleave")
@@ -95,7 +95,7 @@ def is_order_known(node: fx.Node) -> bool:
     name = base_name(node).rstrip("_")
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in (*_VIEWS, *_REORDER):
         return True
-    return name in operations.KEEPS_ORDER or any(word in name for word in operations.RANDOM)
+    return name in operations.KEEPS_ORDER or is_random(node.target)
 
 
 def _sizes(value: torch.Tensor) -> list[Any]:
@@ -168,7 +168,7 @@ def _kept(
             inner_sizes.add(axis.inner if axis.dim == dim or not joined else 0)
     if size == samples:
         return SampleAxis(dim)
-    if not (has_samples or any(word in base_name(node) for word in operations.RANDOM)):
+    if not (has_samples or is_random(node.target)):
         return SampleAxis(dim, trouble=MADE)
     if (_reorders(node, dim, rank, axes) and not joined) or len(inner_sizes) != 1:
         return SampleAxis(dim, trouble=UNORDERED)

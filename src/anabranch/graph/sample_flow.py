@@ -39,12 +39,9 @@ from anabranch.graph.call_traits import (
     with_tensor,
 )
 from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    CONSTANT,
-    PARAMETER,
     FlatProgram,
     frame,
+    is_random,
     requires_grad,
     trains_norm,
     upstream,
@@ -97,15 +94,15 @@ class _Follower:
             elif node in self.read or written(node):
                 self.read.update(self.value_inputs(node))
         # What the forward changes is another number in every micro-batch.
-        self.changing = {source.name for _, source in program.writes_to(BUFFER)}
+        self.changing = program.changed("buffer")
 
     def result(self) -> SampleFlow:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 source = self.program.sources[node]
-                known = source.kind != PARAMETER and source.name not in self.changing
-                flow = Flow("samples" if source.kind == BATCH_LEAF else "constant", known)
-                is_number = source.kind == CONSTANT and not self.is_same(node)
+                known = source.kind != "parameter" and source.name not in self.changing
+                flow = Flow("samples" if source.kind == "batch" else "constant", known)
+                is_number = source.kind == "constant" and not self.is_same(node)
                 self.flows[node] = Flow("statistic") if is_number else flow
             elif node.op == "get_attr":
                 self.flows[node] = Flow("constant")
@@ -170,8 +167,7 @@ class _Follower:
             return Flow("constant")  # of which a type or a size is read, as of x in ones_like(x[0])
         read = self.value_inputs(node)
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
-        is_random = any(word in base_name(node) for word in operations.RANDOM)
-        known = all(self.flows[source].known for source in read) and not is_random
+        known = all(self.flows[source].known for source in read) and not is_random(node.target)
         axis = self.axis(node)
         # Where rows of the whole batch are put in, they are as a tensor of the batch is.
         inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
@@ -266,8 +262,7 @@ class _Follower:
         """A value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
             is_place = bool(axis.trouble) and is_integer(node)
-            name = base_name(node)
-            is_alike = name in operations.ALIKE or any(word in name for word in operations.RANDOM)
+            is_alike = base_name(node) in operations.ALIKE or is_random(node.target)
             is_sliced = is_place or (is_alike and self.put_in(node))
             return Flow("samples", known) if is_sliced else None
         if known and self.changed(node):
@@ -374,8 +369,8 @@ class _Follower:
     def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow | None:
         """A reduction over the samples."""
         ragged = any(self.axis(n).trouble == RAGGED for n in node.all_input_nodes)
-        if name in operations.REDUCED:
-            how = arguments(node).get("reduction")
+        how = arguments(node).get("reduction")  # of a loss: 1 is the mean, 2 the sum
+        if how is not None and "::" not in name:
             is_mean = how == 1 and not (
                 ragged or (name in operations.BY_CLASS and has_classes(node))
             )

@@ -20,7 +20,7 @@ parameter that several stages read.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,16 +30,10 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from anabranch.errors import some
 from anabranch.graph.call_traits import node_arguments
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    CALL,
-    CONSTANT,
-    FlatProgram,
-    gradient_strides,
-)
+from anabranch.graph.flat_program import CALL, FlatProgram, gradient_strides
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import Precision
@@ -94,21 +88,10 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
         ValueError: unless stages hold every operator exactly once, and values flow to later stages.
     """
     graph = captured.graph
-    stage_of: dict[int, int] = {}
-    for s, names in enumerate(stages):
-        for name in names:
-            if name not in graph.index:
-                raise ValueError(f"stage {s} names operator {name}, which the model does not have")
-            if graph.index[name] in stage_of:
-                raise ValueError(
-                    f"operator {name} is in stage {stage_of[graph.index[name]]} and in stage {s}"
-                )
-            stage_of[graph.index[name]] = s
-    missing = [op.name for i, op in enumerate(graph.ops) if i not in stage_of]
-    if missing:
-        raise ValueError(
-            f"no stage holds {', '.join(missing[:5])} ({len(missing)} operators in all)"
-        )
+    held = Counter(name for names in stages for name in names)
+    if others := sorted(held.keys() ^ graph.index.keys() | {n for n in held if held[n] > 1}):
+        raise ValueError(f"{some(others)} is not once in the stages and once in the model")
+    stage_of = {graph.index[name]: s for s, names in enumerate(stages) for name in names}
     for a, b in graph.edges:
         if stage_of[a] > stage_of[b]:
             raise ValueError(
@@ -124,7 +107,9 @@ def stages_like(evaluation: Captured, stages: Sequence[Sequence[str]]) -> list[l
 
 
 class Split:
-    """The stages of a captured module; ``stage_of`` has the stage of every operator."""
+    """The stages of a captured module; ``stage_of`` has the stage of every operator, ``ports`` are
+    by value, then order.
+    """
 
     def __init__(
         self, captured: Captured, stage_of: tuple[int, ...], num_stages: int, exact: bool
@@ -134,16 +119,12 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
+        self.ports = self._uses.ports
 
     def under_autocast(self, precision: Precision | None, device_type: str) -> Split:
         """The same stages under autocast, see ``Captured.under_autocast``."""
         captured = self.captured.under_autocast(precision, device_type)
         return Split(captured, self.stage_of, self.num_stages, self.exact)
-
-    @property
-    def ports(self) -> tuple[Port, ...]:
-        """Every port, by value, then order."""
-        return self._uses.ports
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -162,12 +143,12 @@ class Split:
 
     def buffers(self, stage: int) -> dict[str, torch.Tensor]:
         """The model's buffers that a stage reads or updates, in the model's order."""
-        read = self._sources(stage, BUFFER)
+        read = self._sources(stage, "buffer")
         return {n: b for n, b in self.captured.module.named_buffers() if n in read}
 
     def leaves(self, stage: int) -> set[str]:
         """Names of the tensors of a batch that a stage reads."""
-        return self._sources(stage, BATCH_LEAF)
+        return self._sources(stage, "batch")
 
     def _sources(self, stage: int, kind: str) -> set[str]:
         program = self.captured.programs.example
@@ -282,7 +263,7 @@ class _Cutter:
         names = []
         needed = set(self.needed)
         for node, source in self.program.sources.items():
-            if source.kind == BATCH_LEAF and node in needed:
+            if source.kind == "batch" and node in needed:
                 self.env[node] = self.graph.placeholder(node.name)
                 names.append(source.name)
         return names
@@ -371,7 +352,7 @@ class _Cutter:
             self.attributes[target] = self.program.regions[target]
             return self.graph.get_attr(target)
         source = self.program.sources[node]
-        if source.kind == CONSTANT:
+        if source.kind == "constant":
             target = f"_constants.{source.name.replace('.', '_')}"
             value = self.program.constants[source.name]
             at_home = value if value.is_meta else value.to(node.meta["val"].device)
@@ -382,7 +363,7 @@ class _Cutter:
             # A model may call a part of itself ``graph`` or ``code``, as a GraphModule does.
             taken = source.name.partition(".")[0] in _GRAPH_MODULE_NAMES
             target = f"_taken.{source.name}" if taken else source.name
-            if source.kind == BUFFER:
+            if source.kind == "buffer":
                 holder = self.captured.module.get_submodule(owner)
                 self.attributes[target] = getattr(holder, name)
                 if name in holder._non_persistent_buffers_set:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from anabranch.device.kinds import CPU
 from anabranch.graph.ctc_loss import traceable
 from anabranch.graph.empty_selections import EmptySelections, traced_node
-from anabranch.graph.flat_program import storage, written
+from anabranch.graph.flat_program import is_random, storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.source_questions import passing_truth, place_of
 
@@ -182,8 +182,7 @@ def _constant_calls(
         node = pending.pop()
         if node.target is torch.ops.aten.sym_size.int or node in known:
             continue
-        tags = getattr(node.target, "tags", ())
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
+        if node.op != "call_function" or is_random(node.target):
             return None
         pending += [source for source in node.all_input_nodes if source not in reached]
         reached.update(node.all_input_nodes)

@@ -42,7 +42,7 @@ def folded(
         outer = value.shape[axis.dim] // (program.samples * axis.inner)
         is_read = any(frame(user) != frame(node) for user in node.users if user.op != "output")
         # Dropout is not there in evaluation mode; what reads it is.
-        is_stable = "dropout" not in key[1] and node.meta["storage"] not in traits.mutated
+        is_stable = "dropout" not in key[1] and node.meta["storage"] not in traits.last_writes
         is_new = outer * axis.inner > 1 and is_read and is_stable
         if is_new if known is None else key in known:
             result[key] = axis.dim, outer, axis.inner
@@ -57,8 +57,7 @@ def unfold(program: FlatProgram, calls: Folded) -> FlatProgram:
         dim, outer, inner = calls[key]
         readers = [user for user in program.calls if user in node.users]
         sizes = [outer, program.samples, inner]
-        view = insert(node.next, torch.ops.aten.unflatten.int, node, dim, sizes)
-        view.meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        view = insert(node.next, torch.ops.aten.unflatten.int, node, dim, sizes, origin=node)
         view.meta[UNFOLDS] = key
         for reader in readers:
             back = insert(reader, torch.ops.aten.flatten.using_ints, view, dim, dim + 2)
@@ -70,22 +69,17 @@ def sent_views(
     program: FlatProgram, other: FlatProgram, views: Folded, grouping: Grouping
 ) -> tuple[Folded, Grouping]:
     """The views that lead from one operator to another; the rest is taken out of the programs."""
-    kept = _crossing(program, grouping)
+    owner_of = grouping.owner_of(program)
+    kept = {
+        node.meta[UNFOLDS]
+        for node in program.calls
+        if UNFOLDS in node.meta and any(owner_of[user] != owner_of[node] for user in node.users)
+    }
     removed = _fold(program, kept)
     _fold(other, kept)
     owners = tuple(owner for i, owner in enumerate(grouping.owners) if i not in removed)
     sent = {key: sizes for key, sizes in views.items() if key in kept}
     return sent, replace(grouping, owners=owners)
-
-
-def _crossing(program: FlatProgram, grouping: Grouping) -> set[CallKey]:
-    """Calls whose views lead from one operator to another."""
-    owner_of = grouping.owner_of(program)
-    return {
-        node.meta[UNFOLDS]
-        for node in program.calls
-        if UNFOLDS in node.meta and any(owner_of[user] != owner_of[node] for user in node.users)
-    }
 
 
 def _fold(program: FlatProgram, kept: Collection[CallKey]) -> set[int]:

@@ -38,7 +38,6 @@ from torch import Tensor, fx
 from anabranch.graph.call_traits import arguments, base_name, inputs_of, tensor, with_tensor
 from anabranch.graph.flat_program import (
     APART,
-    BATCH_LEAF,
     FlatProgram,
     PlaceholderSource,
     insert,
@@ -112,19 +111,15 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
         readers = [user for user in program.calls if value in user.all_input_nodes]
         ones = [1] * value.meta["val"].dim()
         if is_mean:
-            rows = insert(readers[0], _aten.repeat.default, value, [program.samples, *ones])
+            sizes = [program.samples, *ones]
+            rows = insert(readers[0], _aten.repeat.default, value, sizes, origin=value)
             total = insert(readers[0], _aten.mean.dim, rows, [0])
-            made = [rows]
         else:
-            row = insert(readers[0], _aten.unsqueeze.default, value, 0)
+            row = insert(readers[0], _aten.unsqueeze.default, value, 0, origin=value)
             padding = [0, 0] * len(ones) + [0, program.samples - 1]
-            rows = insert(readers[0], _aten.constant_pad_nd.default, row, padding)
+            rows = insert(readers[0], _aten.constant_pad_nd.default, row, padding, origin=value)
             dtype = rows.meta["val"].dtype
             total = insert(readers[0], _aten.sum.dim_IntList, rows, [0], dtype=dtype)
-            made = [row, rows]
-        for node in made:
-            node.meta.pop("nn_module_stack", None)
-            node.meta |= {k: v for k, v in value.meta.items() if k == "nn_module_stack"}
         own, shared = total.meta["storage"], value.meta["storage"]
         for reader in readers:
             reader.replace_input_with(value, total)
@@ -181,7 +176,7 @@ class WholeBatch:
                 rows.append(program.graph.placeholder(name.replace(" ", "_")))
             like = _as_rows(value.meta["val"].detach(), statistic, program.samples)
             set_value(rows[-1], torch.empty_like(like))
-            sources[rows[-1]] = PlaceholderSource(BATCH_LEAF, name)
+            sources[rows[-1]] = PlaceholderSource("batch", name)
         for position, number in self.uses:
             reader, statistic = nodes[position], self.statistics[number]
             if statistic.axis is not None:

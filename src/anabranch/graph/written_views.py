@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from anabranch.graph.flat_program import schema_name
-from anabranch.graph.operations import RANDOM, words
+from anabranch.graph.flat_program import is_random, schema_name
+from anabranch.graph.operations import words
 
 _aten = torch.ops.aten
 Make = Callable[..., fx.Node]
@@ -48,7 +48,7 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
     operation makes it.
     """
     name, (changed, *others) = target._schema.name.removeprefix("aten::").rstrip("_"), args
-    if "::" in name or any(word in name for word in RANDOM):
+    if "::" in name or is_random(target):
         return None
     if name == "zero":
         return make(_aten.zeros_like.default, changed)

@@ -43,16 +43,15 @@ PRESETS = {"published": CandleUnoSizes(), "small": CandleUnoSizes(features=64, w
 class CandleUno(nn.Module):
     """One feed-forward branch per kind of feature, a feed-forward trunk, one number."""
 
-    def __init__(
-        self, features: Sequence[int], width: int, layers: int, top_layers: int, dropout: float
-    ):
+    def __init__(self, features: Sequence[int], sizes: CandleUnoSizes):
         super().__init__()
+        width, dropout = sizes.width, sizes.dropout
         self.branches = nn.ModuleList(
-            FeedForward([inputs] + [width] * layers, dropout) for inputs in features
+            FeedForward([inputs] + [width] * sizes.layers, dropout) for inputs in features
         )
         joined = width * len(features)
-        self.top = FeedForward([joined] + [width] * top_layers, dropout)
-        self.head = nn.Linear(width if top_layers else joined, 1)
+        self.top = FeedForward([joined] + [width] * sizes.top_layers, dropout)
+        self.head = nn.Linear(width if sizes.top_layers else joined, 1)
 
     def forward(
         self, inputs: Sequence[torch.Tensor], target: torch.Tensor
@@ -85,13 +84,7 @@ def workload(sizes: CandleUnoSizes, *, meta: bool = False) -> Workload:
     """CANDLE-Uno on a synthetic response."""
     return synthetic_workload(
         "candle-uno",
-        lambda: CandleUno(
-            [sizes.features] * sizes.branches,
-            sizes.width,
-            sizes.layers,
-            sizes.top_layers,
-            sizes.dropout,
-        ),
+        lambda: CandleUno([sizes.features] * sizes.branches, sizes),
         response(sizes),
         sizes,
         meta=meta,

@@ -53,15 +53,16 @@ PRESETS = {
 class EmbeddingTable(nn.Module):
     """One sparse branch: the rows of a bag, concatenated, summed or averaged."""
 
-    def __init__(self, rows: int, embedding: int, bag: int, pooling: str):
+    def __init__(self, rows: int, sizes: DLRMSizes):
         super().__init__()
-        if pooling not in ("concat", "sum", "mean"):
-            raise ValueError(f"pooling={pooling}; concat, sum and mean are known")
-        self.width = embedding * bag if pooling == "concat" else embedding
+        if sizes.pooling not in ("concat", "sum", "mean"):
+            raise ValueError(f"pooling={sizes.pooling}; concat, sum and mean are known")
+        is_joined = sizes.pooling == "concat"
+        self.width = sizes.embedding * (sizes.bag if is_joined else 1)
         self.rows: nn.Module = (
-            nn.Embedding(rows, embedding)
-            if pooling == "concat"
-            else nn.EmbeddingBag(rows, embedding, mode=pooling)
+            nn.Embedding(rows, sizes.embedding)
+            if is_joined
+            else nn.EmbeddingBag(rows, sizes.embedding, mode=sizes.pooling)
         )
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
@@ -75,33 +76,20 @@ class DLRM(nn.Module):
     Args:
         features: width of each dense input.
         tables: rows of each sparse input's table.
-        width: of every dense layer; ``layers`` in a dense branch, ``top_layers`` after the join.
-        embedding: width of a table.
-        bag: rows that a sample picks from each table, pooled by ``concat``, ``sum`` or ``mean``.
+        sizes: all others.
     """
 
-    def __init__(
-        self,
-        features: Sequence[int],
-        tables: Sequence[int],
-        *,
-        width: int,
-        layers: int,
-        top_layers: int,
-        embedding: int,
-        bag: int = 1,
-        pooling: str = "concat",
-        dropout: float = 0.0,
-    ):
+    def __init__(self, features: Sequence[int], tables: Sequence[int], sizes: DLRMSizes):
         super().__init__()
+        width, dropout = sizes.width, sizes.dropout
         self.dense = nn.ModuleList(
-            FeedForward([inputs] + [width] * layers, dropout) for inputs in features
+            FeedForward([inputs] + [width] * sizes.layers, dropout) for inputs in features
         )
-        sparse = [EmbeddingTable(rows, embedding, bag, pooling) for rows in tables]
+        sparse = [EmbeddingTable(rows, sizes) for rows in tables]
         self.sparse = nn.ModuleList(sparse)
         joined = width * len(features) + sum(table.width for table in sparse)
-        self.top = FeedForward([joined] + [width] * top_layers, dropout)
-        self.head = nn.Linear(width if top_layers else joined, 1)
+        self.top = FeedForward([joined] + [width] * sizes.top_layers, dropout)
+        self.head = nn.Linear(width if sizes.top_layers else joined, 1)
 
     def forward(
         self, dense: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor], target: torch.Tensor
@@ -140,19 +128,10 @@ def clicks(sizes: DLRMSizes) -> workload_builders.Draw:
 
 def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
     """DLRM on synthetic clicks."""
+    features, tables = [sizes.features] * sizes.dense_branches, [sizes.rows] * sizes.sparse_branches
     return workload_builders.synthetic_workload(
         "dlrm",
-        lambda: DLRM(
-            [sizes.features] * sizes.dense_branches,
-            [sizes.rows] * sizes.sparse_branches,
-            width=sizes.width,
-            layers=sizes.layers,
-            top_layers=sizes.top_layers,
-            embedding=sizes.embedding,
-            bag=sizes.bag,
-            pooling=sizes.pooling,
-            dropout=sizes.dropout,
-        ),
+        lambda: DLRM(features, tables, sizes),
         clicks(sizes),
         sizes,
         meta=meta,

@@ -51,9 +51,16 @@ def resolve(
 def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) -> Workload:
     """Import, call and check a user's function."""
     function = _find_function(text)
-    _check_options(function, text, options)
-    if "preset" in _arguments(function) and "preset" not in options:
-        options["preset"] = preset
+    signature = inspect.signature(function)
+    if "preset" in signature.parameters:
+        options.setdefault("preset", preset)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        names = ", ".join(signature.parameters) or "none"
+        raise ValueError(
+            f"{text}: {error}; its arguments are {names}, and -o NAME=VALUE gives one a value"
+        ) from None
     called = ", ".join(f"{name}={value!r}" for name, value in options.items())
     with naming_place(f"{text}{called and f'({called})'} raised"):
         try:
@@ -153,29 +160,3 @@ def _may_make_workload(function: object) -> bool:
     file = Path(code.co_filename).resolve()
     inside = file.relative_to(standard).parts if file.is_relative_to(standard) else ("",)
     return inside[0] in ("", "site-packages", "dist-packages")
-
-
-def _check_options(function: Callable[..., object], text: str, options: Mapping[str, str]) -> None:
-    """Refuse options that the function has no argument for, and arguments that got no value."""
-    arguments = _arguments(function)
-    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
-        return
-    unknown = [key for key in options if key not in arguments]
-    if unknown:
-        raise ValueError(
-            f"{text} has no argument {', '.join(unknown)}; it has {', '.join(arguments) or 'none'}"
-        )
-    missing = [
-        name
-        for name, argument in arguments.items()
-        if argument.default is inspect.Parameter.empty
-        and argument.kind is not inspect.Parameter.VAR_POSITIONAL
-        and name not in options
-        and name != "preset"
-    ]
-    if missing:
-        raise ValueError(f"{text} needs {', '.join(missing)}; write -o {missing[0]}=VALUE")
-
-
-def _arguments(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 _T = TypeVar("_T")
 
 _MAY_BE_ZERO = ("top_layers", "seed")
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,11 @@ def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
 
 def _parse(key: str, text: str, old: Any) -> Any:
     """A value of the type that the option has."""
-    if isinstance(old, str):
-        return text
-    if isinstance(old, bool):
-        if text.lower() not in _TRUE + _FALSE:
-            raise ValueError(f"option {key}={text}: write true or false")
-        return text.lower() in _TRUE
-    kind = type(old)
     try:
-        value = kind(text)
-    except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
+        value = TypeAdapter(type(old)).validate_python(text)
+    except ValidationError:
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[type(old)]
         raise ValueError(f"option {key}={text}: write {wanted}, such as {key}={old}") from None
-    if not math.isfinite(value) or value < 0:
+    if isinstance(old, int | float) and not (math.isfinite(value) and value >= 0):
         raise ValueError(f"option {key}={text}: must be finite and not negative")
     return value

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
-from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame, schema_name
+from anabranch.graph.flat_program import FlatProgram, frame, schema_name
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
@@ -58,7 +58,7 @@ def products(program: FlatProgram, sites: Sites) -> list[Product]:
         given = arguments(node)
         features, weight, weight_dim = given[names[0]], given[names[1]], names[2]
         source = program.sources.get(weight)
-        if source is None or source.kind != PARAMETER or weight.meta["val"].dim() < 2:
+        if source is None or source.kind != "parameter" or weight.meta["val"].dim() < 2:
             continue
         if sites.wants(source.name):
             dim = 1 if base_name(node).startswith("conv") else features.meta["val"].dim() - 1

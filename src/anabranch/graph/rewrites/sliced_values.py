@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.graph.call_traits import arguments, base_name, inputs_of
-from anabranch.graph.flat_program import PARAMETER, FlatProgram, written
+from anabranch.graph.flat_program import FlatProgram, written
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import NotSliceableError, insert, slice_of
 
@@ -68,7 +68,7 @@ class SlicedValues:
 
     def _made(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         source = self._program.sources.get(node)
-        if source is not None and source.kind == PARAMETER:
+        if source is not None and source.kind == "parameter":
             return slice_of(self._program, node, dim, start, stop)
         if source is not None:
             first = self._program.calls[0]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
-from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
+from anabranch.graph.flat_program import FlatProgram, frame
 from anabranch.graph.rewrites.calls import Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues
 
@@ -72,7 +72,7 @@ def _tables(program: FlatProgram, sites: Sites) -> Iterator[tuple[str, fx.Node]]
             continue
         weight = arguments(node)["weight"]
         source = program.sources.get(weight)
-        if source is None or source.kind != PARAMETER or not sites.wants(source.name):
+        if source is None or source.kind != "parameter" or not sites.wants(source.name):
             continue
         if len(weight.users) == 1:
             yield source.name, node
