@@ -21,7 +21,8 @@ class TimelineStyle:
 
     Attributes:
         label_size, small_label_size: type sizes of labels, in pixels.
-        mark_height: height of marks below a row, in pixels, in place of too many arrows.
+        mark_height: height of the marks below a row that the page's script draws in place of too
+            many arrows, in pixels.
         most_arrows: messages drawn as arrows at most.
         most_arrow_rows: rows of a picture with arrows at most.
     """
@@ -57,9 +58,9 @@ class Panel:
 
     Attributes:
         rows, tops: rows from top to bottom, and the upper end of each.
-        row_height: height of a row with marks and all-reduces below the boxes.
+        row_height: height of a row with all-reduces below the boxes.
         sum_height: height of the strip of all-reduces; 0 if none are known.
-        has_arrows: messages are arrows between rows; otherwise marks below the boxes.
+        has_arrows: messages are few enough to be drawn, as arrows between rows.
         heading: baseline of the heading.
         bottom: lower end of the last row.
     """
@@ -79,8 +80,7 @@ class Panel:
     @property
     def box_height(self) -> float:
         """Height of the boxes of actions."""
-        marks = 0.0 if self.has_arrows else STYLE.mark_height
-        return self.row_height - self.sum_height - marks
+        return self.row_height - self.sum_height
 
     @property
     def label_size(self) -> float:
@@ -128,11 +128,6 @@ class TimelineLayout:
     def x(self, seconds: float) -> float:
         """Return the x of a time."""
         return self.left + seconds * (self.right - self.left) / self.horizon_s
-
-    @property
-    def pixel_s(self) -> float:
-        """Seconds per pixel."""
-        return self.horizon_s / (self.right - self.left)
 
 
 def arrange(
