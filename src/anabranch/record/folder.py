@@ -30,6 +30,7 @@ from anabranch.files.jsonfile import (
     write_text,
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
+from anabranch.plans.stages import StageGraph
 from anabranch.record.figures import beside, tables, told
 from anabranch.record.run import Origin, Run, finite
 from anabranch.schedule.schedule import Action
@@ -142,16 +143,19 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
     write_text(path, text)
 
 
-def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
-    """Return the timelines of a run, of steps with a flush with their critical paths."""
+def shown_timeline(title: str, timeline: Timeline, graph: StageGraph, mode: str) -> ShownTimeline:
+    """A timeline for the page; that of a step with a flush has its critical path."""
     from anabranch.report.timeline_layout import ShownTimeline
     from anabranch.simulator.critical_path import critical_path
 
-    graph, is_sync = run.plan.stage_graph, run.mode == "sync"
-    return [
-        ShownTimeline(before + title, t, graph, critical_path(t, graph) if is_sync else ())
-        for title, t in run.timelines
-    ]
+    path = critical_path(timeline, graph) if mode == "sync" else ()
+    return ShownTimeline(title, timeline, graph, path)
+
+
+def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
+    """Timelines of a run."""
+    graph = run.plan.stage_graph
+    return [shown_timeline(before + title, t, graph, run.mode) for title, t in run.timelines]
 
 
 def _headline(run: Run) -> str:

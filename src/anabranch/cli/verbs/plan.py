@@ -16,6 +16,7 @@ from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
     STALENESS_WORDS,
     interrupted,
+    noting_baselines,
     plan_or_error,
     plans_among,
     ratio,
@@ -177,15 +178,8 @@ def plan(
             why = solve.explain(best, costs, cluster)
     if best.predicted is not None and model.file is not None:
         seconds = {name: other.figures.step_s for name, other in plans_among(others).items()}
-        chains = [s for n, s in seconds.items() if n not in ("from", "data-parallel")]
-        chains += [best.figures.step_s] * (bool(chains) and best.stage_graph.shape == "chain")
-        figures = replace(
-            best.predicted,
-            data_parallel_s=seconds.get("data-parallel"),
-            chain_s=min(chains, default=None),
-            limit=why.limit if why is not None else "",
-        )
-        save_plan(replace(best, predicted=figures), model.file)
+        limit = why.limit if why is not None else ""
+        save_plan(noting_baselines(best, seconds, limit), model.file)
     document = plan_to_dict(best) | source.facts
     document |= {"rewrites": list(best.rewrites), **tried.document()}
     document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
