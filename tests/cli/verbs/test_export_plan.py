@@ -81,7 +81,7 @@ def test_a_plan_from_a_profile_names_the_command_that_would_work(run, tmp_path: 
     code, _, err = run("export-plan", "plan.json", "--torchtitan", "-o", "titan")
     assert code == 2
     assert "was planned by the profile ours/profile.json" in err
-    command = "anabranch export-plan plan.json package.module:function -o titan --torchtitan"
+    command = "anabranch export-plan plan.json package.module:function --torchtitan -o titan"
     assert command in err
 
 

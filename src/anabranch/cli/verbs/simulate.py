@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 @spread
 def simulate(
-    context: typer.Context,
     plan_file: PlanFile,
     other: PlannedModelSettings,
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
@@ -73,7 +72,7 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
-    model = model or model_of_plan(context, plan.model, plan_file)
+    model = model or model_of_plan(plan.model, plan_file)
     source, device = other.source(model, plan), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(
         device, batch_size, chosen, other.optimizer, policy=policy or plan.policy
