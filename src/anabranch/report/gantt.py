@@ -31,7 +31,7 @@ from anabranch.report.theme import (
     text_width,
     ticks,
 )
-from anabranch.report.timeline_layout import STYLE, Panel, ShownTimeline, TimelineLayout, arrange
+from anabranch.report.timeline_layout import Panel, ShownTimeline, TimelineLayout, arrange
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span, Timeline
 
@@ -118,11 +118,11 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
             drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} {num(y + 9)}h16"/>')
         else:
             drawing.add(rect(css, x, y, 16, 12, radius=2.5))
-        drawing.add(text("", x + 22, y + 10, STYLE.label_size, label))
-        x += 36 + text_width(label, STYLE.label_size)
-    if x + text_width(legend_note(layout), STYLE.label_size) < layout.right:
+        drawing.add(text("", x + 22, y + 10, PIXELS.label, label))
+        x += 36 + text_width(label, PIXELS.label)
+    if x + text_width(legend_note(layout), PIXELS.label) < layout.right:
         note = legend_note(layout)
-        drawing.add(text("muted right", layout.right, y + 10, STYLE.label_size, note))
+        drawing.add(text("muted right", layout.right, y + 10, PIXELS.label, note))
 
 
 def _axis(layout: TimelineLayout) -> list[str]:
@@ -174,7 +174,7 @@ def _step_end(layout: TimelineLayout, panel: Panel) -> str:
 
 
 def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: float) -> list[str]:
-    x, size, small = layout.left - 12, panel.label_size, STYLE.small_label_size
+    x, size, small = layout.left - 12, panel.label_size, PIXELS.second_label
     room, middle = x - PIXELS.margin, top + panel.row_height / 2
     label = shorten(row.label, size, room)
     if not (panel.has_second_lines and (second := panel.operators(row))):

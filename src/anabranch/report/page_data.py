@@ -41,7 +41,7 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
         "isEndless": layout.is_endless,
         "horizon": _us(layout.horizon_s),
         "mergedPixels": PIXELS.merged,
-        "mark": timeline_layout.STYLE.mark_height,
+        "mark": PIXELS.mark,
         "numberSizes": gantt.NUMBER_SIZES,
         "kinds": [[VARIABLES[gantt.CSS[kind]], names.KINDS[kind]] for kind in KINDS],
         "panels": [

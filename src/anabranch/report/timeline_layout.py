@@ -15,28 +15,6 @@ from anabranch.report.theme import PIXELS, text_width
 from anabranch.timeline import PathSegment, Timeline
 
 
-@dataclass(frozen=True)
-class TimelineStyle:
-    """Sizes and limits of the picture.
-
-    Attributes:
-        label_size, small_label_size: type sizes of labels, in pixels.
-        mark_height: height of the marks below a row that the page's script draws in place of too
-            many arrows, in pixels.
-        most_arrows: messages drawn as arrows at most.
-        most_arrow_rows: rows of a picture with arrows at most.
-    """
-
-    label_size: float = 12.0
-    small_label_size: float = 10.5
-    mark_height: float = 3.0
-    most_arrows: int = 240
-    most_arrow_rows: int = 16
-
-
-STYLE = TimelineStyle()
-
-
 class ShownTimeline(NamedTuple):
     """A timeline to draw.
 
@@ -85,7 +63,7 @@ class Panel:
     @property
     def label_size(self) -> float:
         """Type size of the labels of rows."""
-        return min(STYLE.label_size, max(self.row_height - 1, 7.5))
+        return min(PIXELS.label, max(self.row_height - 1, 7.5))
 
     @property
     def has_second_lines(self) -> bool:
@@ -153,7 +131,7 @@ def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
     sizes = next(sizes for most, sizes in ROW_SIZES if longest <= most)
     height, strip, gap, branch_gap = sizes
     strip = strip if timeline.sums else 0.0
-    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * STYLE.most_arrows
+    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * PIXELS.most_arrows
     heading = top + 14
     y = heading + 14
     tops = []
@@ -162,7 +140,7 @@ def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
             y += branch_gap if row.branch != rows[i - 1].branch else gap
         tops.append(y)
         y += height + strip
-    has_arrows = few and len(rows) <= STYLE.most_arrow_rows
+    has_arrows = few and len(rows) <= PIXELS.most_arrow_rows
     return Panel(*shown, tuple(rows), tuple(tops), height + strip, strip, has_arrows, heading, y)
 
 
@@ -184,5 +162,5 @@ def _label_width(panels: Sequence[Panel]) -> float:
         for row in panel.rows:
             widths.append(text_width(row.label, panel.label_size))
             if panel.has_second_lines:
-                widths.append(text_width(panel.operators(row), STYLE.small_label_size))
+                widths.append(text_width(panel.operators(row), PIXELS.second_label))
     return max(widths)
