@@ -128,11 +128,10 @@ def remarks(results: Results, costs: str) -> list[str]:
         )
     elif any(max(_groups(plan)) > 1 for plan in plans):
         lines.append("k: forwards that a stage makes one after another, then as many backwards")
-    lines += _said(common, costs)
+    lines += common
 
     def shape(plan: Plan) -> str:
-        own = [text for text in plan.notes if text not in common]
-        return "; ".join([_shape(plan), *_said(own, costs)])
+        return "; ".join([_shape(plan), *(text for text in plan.notes if text not in common)])
 
     return lines + _lines(
         (contender, str(plan) if isinstance(plan, AnabranchError) else shape(plan))
@@ -151,11 +150,6 @@ def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
     ]
 
 
-def _said(notes: Iterable[str], costs: str) -> list[str]:
-    """Notes that the origin of the costs does not have in other words."""
-    return [text for text in notes if not ("proportional" in text and "proportional" in costs)]
-
-
 def _shape(plan: Plan) -> str:
     """Stages, micro-batches and what else a plan uses."""
     graph = plan.stage_graph
@@ -166,12 +160,10 @@ def _shape(plan: Plan) -> str:
         if count > 1:
             parts.append(f"{count} micro-batches of {stages[0].microbatch_size}")
         return ", ".join(parts)
-    for what, values in (
-        ("micro-batch", sorted({stage.microbatch_size for stage in stages})),
-        ("k", _groups(plan)),
-    ):
-        if what == "micro-batch" or values != [1]:
-            parts.append(f"{what} {','.join(map(str, values))}")
+    sizes, groups = sorted({stage.microbatch_size for stage in stages}), _groups(plan)
+    parts.append(f"micro-batch {','.join(map(str, sizes))}")
+    if groups != [1]:
+        parts.append(f"k {','.join(map(str, groups))}")
     recomputing = sum(stage.recompute for stage in stages)
     if recomputing:
         parts.append("recompute" if recomputing == len(stages) else f"{recomputing} recompute")
