@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.figure import Figure, ReportTable
-from anabranch.report.html import page
+from anabranch.report.html import Figure, ReportTable, page
 from anabranch.report.page_data import as_json
-from anabranch.report.stage_table import WeightVersions
 from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.timeline import OverheadSpan, SumSpan
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
@@ -268,9 +266,9 @@ def test_a_run_without_a_flush_says_so_everywhere():
     whole = tuple(replace(s, microbatch_size=4) for s in endless.stage_graph.stages)
     endless = replace(endless, stage_graph=replace(endless.stage_graph, stages=whole))
     devices = len(endless.stage_graph.devices)
-    versions = WeightVersions((2, 1, 0), (3, 2, 1)[:devices])
+    versions = {"version_difference": (2, 1, 0), "peak_versions": (3, 2, 1)[:devices]}
     shown = [ShownTimeline("measured", MEASURED, endless.stage_graph)]
-    html = page(endless, shown, losses=[1.0, 0.5], weights=versions)
+    html = page(endless, shown, losses=[1.0, 0.5], **versions)
     found = figures(html)
     assert "asynchronous 1f1b without a flush, policy stash" in html
     assert found["weight policy"] == ("stash", "no flush between mini-batches")
@@ -285,8 +283,8 @@ def test_a_run_without_a_flush_says_so_everywhere():
 
 def test_replicas_in_turn_are_told_of():
     """In the line below the title."""
-    endless = replace(plan(), mode="async", policy="stash")
-    html = page(endless, [], weights=WeightVersions(round_robin=True))
+    endless = replace(plan(), mode="async", policy="stash", round_robin=True)
+    html = page(endless, [])
     assert "replicas taking mini-batches in turn (round-robin)" in html
 
 

@@ -112,7 +112,14 @@ def _measured_plan(run: Run) -> Plan:
     notes = run.plan.notes
     if run.plan.policy != run.policy:
         notes = tuple(note for note in notes if not note.startswith("policy "))
-    return replace(run.plan, mode=run.mode, policy=run.policy, predicted=run.predicted, notes=notes)
+    return replace(
+        run.plan,
+        mode=run.mode,
+        policy=run.policy,
+        round_robin=run.round_robin,
+        predicted=run.predicted,
+        notes=notes,
+    )
 
 
 def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None) -> None:
@@ -122,7 +129,6 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         against: name of another run and the run, drawn under the same axes.
     """
     from anabranch.report.html import page
-    from anabranch.report.stage_table import WeightVersions
 
     document = run.figures()
     name, other = against or ("", None)
@@ -138,7 +144,8 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         steps_before=run.first_step,
         about=_about(run.origin),
         notes=_notes(run),
-        weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
+        version_difference=run.version_difference,
+        peak_versions=run.peak_versions,
     )
     write_text(path, text)
 

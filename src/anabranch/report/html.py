@@ -7,13 +7,13 @@ between stage graph, lanes and table. Without it there is a picture of timelines
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 
 from anabranch.plans.plan import NOT_PREDICTED, Plan, memory_text, time_text
 from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, names, page_data, stagegraph, timeline_layout
-from anabranch.report.figure import Figure, ReportTable
-from anabranch.report.stage_table import NOT_MEASURED, WeightVersions, busy_shares, stage_table
+from anabranch.report.stage_table import busy_shares, stage_table
 from anabranch.report.theme import DARK, FONT, LIGHT, PIXELS, Drawing, escape, num, style
 from anabranch.timeline import Timeline
 
@@ -33,6 +33,59 @@ SWITCHES = (
 """(switch of the script, text, description), hidden where a page has nothing of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A named value as text.
+
+    Attributes:
+        more: further text in small print; may be empty.
+    """
+
+    name: str
+    value: str
+    more: str = ""
+
+    @property
+    def line(self) -> str:
+        """Value and further text in one line."""
+        return f"{self.value}{', ' if self.more else ''}{self.more}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table with a heading.
+
+    Attributes:
+        columns: column headings; the first column and those with words are aligned left.
+        rows: at least one row of cells.
+        said: a sentence below the table.
+    """
+
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    said: str = ""
+
+
+def spent(parts: Sequence[tuple[str, float, str]], step_s: float) -> ReportTable:
+    """Return a table of the parts of a predicted step: name, seconds, share and remark."""
+    rows = [
+        (name, ms(seconds), f"{seconds / step_s if step_s else 0.0:.1%}", remark)
+        for name, seconds, remark in parts
+    ]
+    return ReportTable(
+        "Where the predicted step goes",
+        ("part", "ms", "of the step", ""),
+        [*rows, ("together", ms(step_s), "100.0%", "")],
+        "The parts are those of the critical path: what the end of the step waited for.",
+    )
+
+
+def ms(seconds: float) -> str:
+    """Format seconds as milliseconds for a column."""
+    return f"{seconds * 1e3:.2f}"
+
+
 def page(
     plan: Plan,
     shown: Sequence[timeline_layout.ShownTimeline],
@@ -44,7 +97,8 @@ def page(
     held_out: Mapping[int, float] | None = None,
     about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
-    weights: WeightVersions = NOT_MEASURED,
+    version_difference: Sequence[int] = (),
+    peak_versions: Sequence[int] = (),
     steps_before: int = 0,
     headline: str = "",
 ) -> str:
@@ -61,12 +115,14 @@ def page(
         steps_before: steps of earlier runs, after which the losses begin.
         about: origin of the page, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
-        weights: weight versions of a run without a flush.
+        version_difference: of a run without a flush, per stage: most updates between forward and
+            backward of a mini-batch, as measured.
+        peak_versions: likewise, per device, ascending: most copies of its weights.
         headline: the first sentence; by default that of the plan's prediction.
     """
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
     parts = [
-        _header(plan, title, weights, headline),
+        _header(plan, title, headline),
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
     graphs = *(one.graph for one in shown), plan.stage_graph
@@ -102,7 +158,9 @@ def page(
         )
         said = '<p class="hint">Green: the loss of held-out data.</p>' if held_out else ""
         parts.append(_section("Loss", _picture(chart) + said))
-    table = _scrolling(stage_table(plan, shown, weights, own), "Stages in detail")
+    table = _scrolling(
+        stage_table(plan, shown, version_difference, peak_versions, own), "Stages in detail"
+    )
     parts.append(_section("Stages in detail", f"{_SEARCH if shown else ''}{table}"))
     bounds = plan.predicted.bounds(plan.stage_graph) if plan.predicted is not None else ()
     parts += [_notes([*bounds, *plan.notes, *notes]), _about(about or {}), _footer(plan)]
@@ -153,12 +211,12 @@ def _script(layout: timeline_layout.TimelineLayout) -> str:
     )
 
 
-def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:
+def _header(plan: Plan, title: str, first: str) -> str:
     graph = plan.stage_graph
     how = f"{plan.schedule} schedule"
     if plan.mode == "async":
         how = f"asynchronous {plan.schedule} without a flush, policy {plan.policy}"
-        if weights.round_robin:
+        if plan.round_robin:
             how += ", replicas taking mini-batches in turn (round-robin)"
     said = (
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "

@@ -194,8 +194,7 @@ def _write_page(
     from anabranch import solve
     from anabranch.files.jsonfile import write_text
     from anabranch.record import shown_timeline
-    from anabranch.report.figure import ReportTable
-    from anabranch.report.html import page
+    from anabranch.report.html import ReportTable, page
 
     plans = comparison.plans_among(results)
     first = best.contender

@@ -103,8 +103,7 @@ def simulate(
         write_text(trace, json.dumps(to_trace(timeline, graph)))
     if report is not None:
         from anabranch.record import shown_timeline
-        from anabranch.report.figure import ReportTable, spent
-        from anabranch.report.html import page
+        from anabranch.report.html import ReportTable, page, spent
 
         tables = [spent(explanation.parts(), explanation.step_s)] if explanation is not None else []
         if simulated is not None:
