@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from anabranch.cli.job import Job
 from anabranch.cli.output import note
 from anabranch.cli.run_results import how_after_failure
 from anabranch.cli.training_settings import TrainingSettings
@@ -22,7 +23,6 @@ from anabranch.errors import AnabranchError, StageFailedError, TrainingError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from anabranch.cli.job import Job
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
     from anabranch.runtime.spare_copies import Survival

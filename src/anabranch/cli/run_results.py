@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
+from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows, say
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import AnabranchError, FileFormatError
 
 if TYPE_CHECKING:
-    from anabranch.cli.job import Job
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
     from anabranch.training import Event

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.job import Job, train_job
+from anabranch.cli.job import Job
+from anabranch.cli.local_run import train_job
 from anabranch.cli.output import in_json, print_json
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.run_results import keep_run

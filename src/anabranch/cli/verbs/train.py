@@ -14,7 +14,8 @@ import typer
 
 from anabranch.cli import preflight, restarts, run_results, training_settings
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
-from anabranch.cli.job import Job, on_first, train_job
+from anabranch.cli.job import Job, on_first
+from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.progress import announce
 from anabranch.cli.settings import OtherModelSettings
