@@ -294,7 +294,7 @@ def model_of_plan(model: str, file: Path) -> str:
 def command_naming(model: str, file: Path) -> str:
     """Return the command that runs, with the model named behind the file."""
     words = sys.argv[1:]
-    at = next(i for i, word in enumerate(words, 1) if Path(word) == file)
+    at = next((i for i, word in enumerate(words, 1) if Path(word) == file), len(words))
     return shlex.join(["anabranch", *words[:at], model, *words[at:]])
 
 
