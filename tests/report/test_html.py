@@ -242,9 +242,9 @@ def test_every_picture_has_a_title():
     assert [title.split(":")[0] for title in titles] == [
         "Stage graph",  # in numbers, for narrow pages
         "Stage graph",
-        "Timeline of one training step",
         "loss over the training steps",
     ]
+    assert 'data-title="Timeline of one training step: ' in html
     assert 'data-title="Memory of every device over the step"' in html
 
 

@@ -9,8 +9,8 @@
     ...
     |----|----|----|----|----|----|----|----|---- ms
 
-The page's script draws such boxes on a canvas, which replaces this picture; there, boxes narrower
-than a pixel are joined, and many messages are marks below the boxes instead of arrows.
+The page's script draws such boxes on a canvas; there, boxes narrower than a pixel are joined, and
+many messages are marks below the boxes instead of arrows.
 """
 
 from __future__ import annotations
@@ -48,18 +48,7 @@ def timeline_svg(shown: Sequence[ShownTimeline], *, is_endless: bool = False) ->
         shown: timelines from top to bottom, at least one.
         is_endless: the timelines show several mini-batches without a flush, not a step.
     """
-    return paint(arrange(shown, is_endless=is_endless)).svg()
-
-
-def title(layout: TimelineLayout) -> str:
-    """Return the name of a picture, for screen readers."""
-    titles = ", ".join(panel.title for panel in layout.panels)
-    what = "some mini-batches" if layout.is_endless else "one training step"
-    return f"Timeline of {what}: {titles}"
-
-
-def paint(layout: TimelineLayout) -> Drawing:
-    """Draw the picture of a layout."""
+    layout = arrange(shown, is_endless=is_endless)
     drawing = Drawing(layout.width, layout.height, title(layout))
     _paint_legend(drawing, layout)
     drawing.add(*_axis(layout))
@@ -78,7 +67,14 @@ def paint(layout: TimelineLayout) -> Drawing:
             for piece in row.sums:
                 drawing.add(_plain_box(layout, piece, "sum", foot, panel.sum_height - 1))
         drawing.add(_step_end(layout, panel), "</g>")
-    return drawing
+    return drawing.svg()
+
+
+def title(layout: TimelineLayout) -> str:
+    """Return the name of a picture, for screen readers."""
+    titles = ", ".join(panel.title for panel in layout.panels)
+    what = "some mini-batches" if layout.is_endless else "one training step"
+    return f"Timeline of {what}: {titles}"
 
 
 def legend(layout: TimelineLayout) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Page of a plan and its timelines: one HTML file that loads nothing else.
 
 The script draws timelines and memory on canvases, with zoom, lanes that open to replicas and links
-between stage graph, lanes and table. Without it there is a picture of timelines, unless large.
+between stage graph, lanes and table. ``gantt`` draws timelines in files of their own.
 """
 
 from __future__ import annotations
@@ -140,14 +140,11 @@ def page(
     script = ""
     if shown:
         is_endless = plan.mode == "async"
-        layout = timeline_layout.arrange(shown, width=PIXELS.width, is_endless=is_endless)
+        layout = timeline_layout.arrange(shown, is_endless=is_endless)
         what = "Some mini-batches" if is_endless else "One training step"
-        timelines = [one.timeline for one in shown]
-        is_large = sum(len(t.spans) + len(t.sums) for t in timelines) > PIXELS.most_boxes
-        drawing = None if is_large else gantt.paint(layout)
-        parts.append(_timeline_section(what, gantt.title(layout), drawing))
+        parts.append(_timeline_section(what, gantt.title(layout)))
         script = _script(layout)
-        if any(any(timeline.memory.values()) for timeline in timelines):
+        if any(any(one.timeline.memory.values()) for one in shown):
             memory = _canvas("memory", "Memory of every device over the step")
             parts.append(_section("Memory of every device", memory))
     parts += [_text_table(table) for table in tables]
@@ -326,15 +323,15 @@ def _scrolling(content: str, label: str = "") -> str:
     return f'<div class="panel-box"><div class="scroll"{region}>{content}</div></div>'
 
 
-def _canvas(name: str, title: str, drawing: Drawing | None = None) -> str:
-    """The place of a canvas, with a picture for readers without the script."""
-    picture = _picture(drawing) if drawing else "<noscript>drawn by a script</noscript>"
+def _canvas(name: str, title: str) -> str:
+    """The place of a canvas."""
     keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
     extra = keys if name == "timeline" else ""
-    return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{picture}</div>'
+    missing = "<noscript>drawn by a script</noscript>"
+    return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{missing}</div>'
 
 
-def _timeline_section(what: str, title: str, drawing: Drawing | None) -> str:
+def _timeline_section(what: str, title: str) -> str:
     buttons = [
         f'<button type="button" data-switch="{name}" aria-pressed="false" title="{said}" hidden>'
         f"{face}</button>"
@@ -352,7 +349,7 @@ def _timeline_section(what: str, title: str, drawing: Drawing | None) -> str:
     )
     return (
         f'<section><h2>{what} <span id="zoom" hidden>{"".join(buttons)}</span></h2>'
-        f'{_canvas("timeline", title, drawing)}<p class="hint" id="said" role="status"></p>'
+        f'{_canvas("timeline", title)}<p class="hint" id="said" role="status"></p>'
         f'<p class="hint">{hint}</p></section>'
     )
 

@@ -1,6 +1,6 @@
 // Timelines and memory on canvases under one axis of time: zoom, pan, tooltips, lanes that open to
 // their replicas, the critical path; and links between stage graph, lanes and table. Without this
-// script a page has its tables and, unless they are large, the same pictures without all of that.
+// script a page has its tables, its stage graph and its losses.
 // page_links.js goes on in the same function: what follows the pointer and the keys.
 "use strict";
 const source = document.getElementById("timeline-data");

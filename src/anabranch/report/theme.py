@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Sizes of pages and pictures, in pixels, and how many boxes they have.
+    """Sizes of pages and pictures, in pixels.
 
     Attributes:
         margin: between a picture and its edge.
@@ -27,7 +27,6 @@ class Pixels:
         width: pixels of the pictures: a page of 1280 without its margins.
         narrowest: pixels of the pictures on a phone, where they scroll instead of
             shrinking further.
-        most_boxes: boxes of timelines beyond which the page's script alone draws them.
     """
 
     margin: float = 22.0
@@ -40,7 +39,6 @@ class Pixels:
     merged: int = 3
     width: float = 1236.0
     narrowest: int = 760
-    most_boxes: int = 5_000
 
 
 PIXELS = Pixels()

@@ -108,10 +108,9 @@ class TimelineLayout:
         return self.left + seconds * (self.right - self.left) / self.horizon_s
 
 
-def arrange(
-    shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
-) -> TimelineLayout:
-    """Compute the layout of a picture so many pixels wide; see ``timeline_svg``."""
+def arrange(shown: Sequence[ShownTimeline], *, is_endless: bool = False) -> TimelineLayout:
+    """Compute the layout of a picture; see ``timeline_svg``."""
+    width = 1200.0
     timelines = [one.timeline for one in shown]
     longest = max(len(timeline.devices) for timeline in timelines)
     top = 56.0
