@@ -42,6 +42,7 @@ def export_plan(
     from anabranch.files.jsonfile import write_text
     from anabranch.interchange.chain import chain_of, require_chain
     from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
+    from anabranch.runtime.plan_parts import parts_of
 
     plan = load_plan(plan_file)
     require_chain(plan)
@@ -54,6 +55,7 @@ def export_plan(
     model = model or model_of_plan(plan.model, plan_file)
     source = ModelSource.of_plan(plan, model, preset)
     captured = source.capture(source.workload(meta=True))
+    parts_of(captured, plan, exact=False)  # refuses a plan for another model
     options, chain = None, chain_of(plan, captured.graph)
     if torchtitan:
         options = torchtitan_options(plan, captured, chain)
