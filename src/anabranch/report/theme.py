@@ -20,10 +20,7 @@ class Pixels:
         margin: between a picture and its edge.
         small_type: type size in the boxes of stages.
         label, second_label: type sizes beside the rows of a timeline, of first and second lines.
-        mark: height of the marks below a row that the page's script draws in place of too many
-            arrows.
         most_arrows, most_arrow_rows: messages drawn as arrows, and rows of such a picture, at most.
-        merged: most pixels of a box of several actions; wider ones would hide bubbles.
         width: pixels of the pictures: a page of 1280 without its margins.
         narrowest: pixels of the pictures on a phone, where they scroll instead of
             shrinking further.
@@ -33,10 +30,8 @@ class Pixels:
     small_type: float = 11.0
     label: float = 12.0
     second_label: float = 10.5
-    mark: float = 3.0
     most_arrows: int = 240
     most_arrow_rows: int = 16
-    merged: int = 3
     width: float = 1236.0
     narrowest: int = 760
 
