@@ -105,6 +105,18 @@ def require_trust(context: typer.Context, trust: bool) -> bool:
     return trust
 
 
+def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None:
+    """Refuse keys of the run file that a plan file decides; for ``--plan``."""
+    decided = {"devices", "batch_size", "microbatch_size", "schedule"}
+    said = [key.replace("_", "-") for key in context.default_map or {} if key in decided]
+    if plan is not None and said and _RUN_FILE in context.meta:
+        raise typer.BadParameter(
+            f"{plan} decides what {', '.join(said)} in {context.meta[_RUN_FILE][0]} would; leave "
+            "out one of them"
+        )
+    return plan
+
+
 def go_on(context: typer.Context, resume: Path | None) -> Path | None:
     """Leave out how a run file begins where the user goes on from elsewhere; for ``--resume``."""
     if _is_typed(context, "resume"):

@@ -15,6 +15,7 @@ import typer
 from anabranch.cli.clusters import cluster_of, require_own_devices
 from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
+from anabranch.cli.run_file import refuse_beside_plan
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import Settings, options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
@@ -220,7 +221,7 @@ class LocalPlanSettings(Settings):
             its own stages there; without --plan, operators are measured on a GPU.
     """
 
-    plan_file: Annotated[Path | None, typer.Option("--plan")] = None
+    plan_file: Annotated[Path | None, typer.Option("--plan", callback=refuse_beside_plan)] = None
     devices: Annotated[int | None, typer.Option(min=1)] = None
     batch_size: Annotated[int | None, typer.Option(min=1)] = None
     microbatch_size: Annotated[int | None, typer.Option(min=1)] = None
