@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from benchmarks.asynchronous import prediction, sleeps
-from benchmarks.planners.common import Row
+from benchmarks.planners.common import Row, machine
 
 Section = tuple[Callable[..., list[Row]], Callable[[list[Row]], str], dict[str, Any]]
 
@@ -34,12 +30,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few and small: does it run?")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
+    found: dict[str, Any] = machine()
     for name in arguments.only or SECTIONS:
         measure, show, quick = SECTIONS[name]
         found[name] = measure(**quick) if arguments.quick else measure()

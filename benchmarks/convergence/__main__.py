@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.convergence import curves, study, tables
 from benchmarks.convergence.contenders import CONTENDERS
 from benchmarks.convergence.training import deterministic
-from benchmarks.planners.common import Row
+from benchmarks.planners.common import Row, machine
 
 SECTIONS: dict[str, Callable[[study.Case, study.Runs, range, Collection[str]], list[Row]]] = {
     "fixed": study.fixed,
@@ -58,13 +54,7 @@ def main() -> None:
         parser.error("--policies: synchronous has to be among them, to compare with")
     deterministic()
     runs = study.Runs(arguments.into)
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "seeds": [*arguments.seeds],
-    }
+    found: dict[str, Any] = machine() | {"seeds": [*arguments.seeds]}
     for section in arguments.only or SECTIONS:
         found[section] = {}
         for name in arguments.cases or study.CASES:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import resource
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
+
+import torch
 
 import anabranch
 from anabranch.models import build
@@ -21,6 +25,16 @@ def profile_of(name: str, largest: int, **options: str) -> Profile:
     workload = build(name, options=options, meta=True)
     captured = anabranch.capture(workload.module, workload.example)
     return anabranch.estimate(captured, "v100", tuple(1 << i for i in range(largest.bit_length())))
+
+
+def machine() -> Row:
+    """Versions and processor cores, for documents of figures."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
 
 
 def processor_s() -> float:

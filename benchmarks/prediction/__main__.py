@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -34,7 +33,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from anabranch import launch
@@ -53,6 +51,7 @@ from anabranch.solve import plan, simulate
 from anabranch.timeline import Timeline
 from anabranch.workload import Workload
 from benchmarks.planners.common import Row, table
+from benchmarks.planners.common import machine as facts_of_machine
 
 T = TypeVar("T")
 
@@ -96,9 +95,7 @@ def main() -> None:
     if arguments.json:
         calibration = machine.calibration
         document = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cores": cores,
+            **facts_of_machine(),
             "calibration": None if calibration is None else asdict(calibration),
             "rows": rows,
             "error": summary,

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import torch
-
-from benchmarks.planners.common import Row
+from benchmarks.planners.common import Row, machine
 from benchmarks.runtime import (
     checks,
     emulated,
@@ -87,12 +83,7 @@ def main() -> None:
         "--rows", nargs="*", metavar="RANKSxMICROBATCHES", help="of sleeps, such as 4x8: these only"
     )
     arguments = parser.parse_args()
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
+    found: dict[str, Any] = machine()
     off: list[float] = []
     ends = time.monotonic() + 60 * arguments.minutes
     for name in arguments.only or SECTIONS:

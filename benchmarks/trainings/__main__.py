@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.planners.common import machine
 from benchmarks.trainings import curves
 from benchmarks.trainings.loops import Curve, alone, pipelined
 from benchmarks.trainings.tasks import TASKS, Task
@@ -86,13 +83,7 @@ def main() -> None:
     if arguments.curves:
         curves.draw(found, arguments.curves)
     if arguments.json:
-        machine = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-        }
-        sys.stdout.write(json.dumps(machine | {"trainings": found}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(machine() | {"trainings": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The plan of the first rank, under torchrun."""
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import torch.distributed as dist
 import typer
 
 from anabranch import launch
-from anabranch.cli.job import Job, agreed
+from anabranch.cli.job import Job, on_first
 from anabranch.cli.local_run import looks_of
 from anabranch.cli.source import ModelSource
 from anabranch.errors import InfeasiblePlanError
@@ -20,6 +22,12 @@ from tests.emulation.models import chain, job, machines
 pytestmark = pytest.mark.dist
 
 
+def as_torchrun(search: Callable[[], Plan]) -> Plan:
+    """The plan of a rank that torchrun has started."""
+    os.environ["RANK"] = str(dist.get_rank())
+    return on_first(search)
+
+
 def test_all_ranks_have_the_plan_of_the_first() -> None:
     """With its cluster and its figures; the others do not search."""
     on = machines(2)
@@ -29,7 +37,7 @@ def test_all_ranks_have_the_plan_of_the_first() -> None:
         assert dist.get_rank() == 0
         return plan
 
-    assert launch.run(lambda: agreed(search), 2, timeout=60.0) == [plan, plan]
+    assert launch.run(lambda: as_torchrun(search), 2, timeout=60.0) == [plan, plan]
 
 
 def test_the_first_rank_says_why_there_is_none() -> None:
@@ -40,7 +48,7 @@ def test_the_first_rank_says_why_there_is_none() -> None:
 
     def rank() -> str:
         with pytest.raises((InfeasiblePlanError, typer.Exit)) as caught:
-            agreed(search)
+            as_torchrun(search)
         return type(caught.value).__name__
 
     assert launch.run(rank, 2, timeout=60.0) == ["InfeasiblePlanError", "Exit"]

@@ -108,13 +108,13 @@ def test_why_steps_in_a_row_take_longer_is_told(period_s: float) -> None:
 def test_the_picture_shows_the_steps_that_are_told(tmp_path: Path) -> None:
     """The headings of the timelines, step and bubble, are figures of the document."""
     save_run(STEPS, tmp_path / "run")
-    html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    svg = (tmp_path / "run" / "timeline.svg").read_text(encoding="utf-8")
     figures = STEPS.figures()
     for step_s, bubble in (
         (figures["predicted_step_s"], figures["predicted_bubble"]),
         (figures["step_s"], figures["bubble"]),
     ):
-        assert f"step {time_text(step_s)} \u00b7 bubble {bubble:.1%}" in html
+        assert f"step {time_text(step_s)} \u00b7 bubble {bubble:.1%}" in svg
 
 
 def test_the_parts_add_up() -> None:

@@ -1,6 +1,7 @@
 """The command line: verbs that read files, call one public function, write files and print.
 
 Everything heavy is imported inside the verbs; planning on a saved profile never loads torch.
+Errors end in ``main``, which prints them: docstrings of this folder do not list them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
@@ -128,22 +128,15 @@ def remarks(results: Results, costs: str) -> list[str]:
         )
     elif any(max(_groups(plan)) > 1 for plan in plans):
         lines.append("k: forwards that a stage makes one after another, then as many backwards")
-    lines += _said(common, costs)
+    lines += common
 
     def shape(plan: Plan) -> str:
-        own = [text for text in plan.notes if text not in common]
-        return "; ".join([_shape(plan), *_said(own, costs)])
+        return "; ".join([_shape(plan), *(text for text in plan.notes if text not in common)])
 
-    lines += _lines(
+    return lines + _lines(
         (contender, str(plan) if isinstance(plan, AnabranchError) else shape(plan))
         for contender, plan in results.items()
     )
-    lines += _lines(
-        (contender, _stage_by_stage(plan))
-        for contender, plan in results.items()
-        if contender.policy and not isinstance(plan, AnabranchError) and plan.stage_graph.depth > 1
-    )
-    return lines
 
 
 def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
@@ -157,11 +150,6 @@ def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
     ]
 
 
-def _said(notes: Iterable[str], costs: str) -> list[str]:
-    """Notes that the origin of the costs does not have in other words."""
-    return [text for text in notes if not ("proportional" in text and "proportional" in costs)]
-
-
 def _shape(plan: Plan) -> str:
     """Stages, micro-batches and what else a plan uses."""
     graph = plan.stage_graph
@@ -172,12 +160,10 @@ def _shape(plan: Plan) -> str:
         if count > 1:
             parts.append(f"{count} micro-batches of {stages[0].microbatch_size}")
         return ", ".join(parts)
-    for what, values in (
-        ("micro-batch", sorted({stage.microbatch_size for stage in stages})),
-        ("k", _groups(plan)),
-    ):
-        if what == "micro-batch" or values != [1]:
-            parts.append(f"{what} {','.join(map(str, values))}")
+    sizes, groups = sorted({stage.microbatch_size for stage in stages}), _groups(plan)
+    parts.append(f"micro-batch {','.join(map(str, sizes))}")
+    if groups != [1]:
+        parts.append(f"k {','.join(map(str, groups))}")
     recomputing = sum(stage.recompute for stage in stages)
     if recomputing:
         parts.append("recompute" if recomputing == len(stages) else f"{recomputing} recompute")
@@ -189,15 +175,6 @@ def _shape(plan: Plan) -> str:
 def _groups(plan: Plan) -> list[int]:
     graph = plan.stage_graph
     return sorted({graph.group_size(s) for s in range(len(graph))})
-
-
-def _stage_by_stage(plan: Plan) -> str:
-    """Versions that forwards and backwards read, stage by stage."""
-    pairs = [reads(stage) for stage in staleness_of(plan)]
-    forward, backward = (", ".join(versions) for versions in zip(*pairs, strict=True))
-    same = forward == backward
-    text = f"both read {forward}" if same else f"forward reads {forward}; backward {backward}"
-    return f"stage by stage, {text}"
 
 
 def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
@@ -329,6 +306,15 @@ def why_none(results: Results) -> AnabranchError | None:
 def ratio(step_s: float, ours_s: float) -> float | None:
     """The first over the second, such as another step over ours; None where the second is 0."""
     return step_s / ours_s if ours_s else None
+
+
+def noting_baselines(plan: Plan, step_s: Mapping[str, float], limit: str = "") -> Plan:
+    """A plan whose figures have the steps of its baselines, of {name: seconds}, and its limit."""
+    chains = [s for name, s in step_s.items() if name not in ("from", "data-parallel")]
+    chains += [plan.figures.step_s] * (bool(chains) and plan.stage_graph.shape == "chain")
+    fastest, parallel_s = min(chains, default=None), step_s.get("data-parallel")
+    figures = replace(plan.figures, data_parallel_s=parallel_s, chain_s=fastest, limit=limit)
+    return replace(plan, predicted=figures)
 
 
 def digits(value: float | None) -> str:

@@ -115,9 +115,6 @@ class Job:
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own, and ``options``
         such as ``max_replicas`` as of ``solve.plan``.
-
-        Raises:
-            SearchStoppedError: if Ctrl-C ended the search.
         """
         from anabranch.runtime.optimizer_facts import optimizer_of
         from anabranch.solve import plan
@@ -192,12 +189,11 @@ class Job:
 
 
 def on_first(make: Callable[[], Plan]) -> Plan:
-    """Call a function here or, under torchrun, on the first rank alone."""
-    return agreed(make) if "RANK" in os.environ else make()
-
-
-def agreed(search: Callable[[], Plan]) -> Plan:
-    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
+    """Make a plan here or, under torchrun, on the first rank, whose plan the others take, as
+    measurements differ.
+    """
+    if "RANK" not in os.environ:
+        return make()
     import torch.distributed as dist
 
     from anabranch.files import plan_from_dict, plan_to_dict
@@ -208,7 +204,7 @@ def agreed(search: Callable[[], Plan]) -> Plan:
     plan, failure = None, None
     if dist.get_rank() == 0:
         try:
-            plan = search()
+            plan = make()
         except AnabranchError as error:
             failure = error
     document = {} if plan is None else plan_to_dict(plan)

@@ -63,13 +63,7 @@ def refuse_mode(
 
 
 def require_possible(training: TrainingSettings) -> None:
-    """Accept settings of a run as far as they can be judged without the model.
-
-    Raises:
-        typer.BadParameter: if options do not go together, or there is no such log.
-        TrainingError: if the checkpoint to write exists already, or the one to read has all epochs.
-        FileFormatError: if the one to read is none.
-    """
+    """Accept settings of a run as far as they can be judged without the model."""
     from anabranch.checkpoint import Checkpoint
     from anabranch.training import require_place
     from anabranch.training.course import nothing_left
@@ -92,15 +86,8 @@ def require_trainable(
     training: TrainingSettings,
     batch_size: int,
 ) -> None:
-    """Accept what can be trained as far as that is known without a plan.
-
-    Raises:
-        DataError: if there is nothing to train on, or to evaluate, or batches have another size.
-        TrainingError: if a pipeline cannot step the optimizer or the scheduler, as far as stand-ins
-            tell.
-        FileFormatError: if the checkpoint to read is of another model, or weights are missing.
-        WorkloadError: if the recipe of the scheduler fails.
-        PolicyError: if policy, optimizer, clipping and precision do not go together.
+    """Accept data, optimizer, scheduler, checkpoint or weights and, without a flush, the policy, as
+    far as they can be judged without a plan.
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.data.loaders import Loader
@@ -170,11 +157,6 @@ def executed_plan(
         workload: its optimizer decides on a policy where nobody has.
         policy: that the user asks for, perhaps ``auto``; by default the plan's.
         checked: with them the plan of a file is refused at once if ranks would refuse it.
-
-    Raises:
-        InvalidPlanError: if the plan does not cut the model, or cannot run in that mode.
-        InvalidScheduleError: if its in-flight counts rise along a stage edge.
-        PolicyError: if the policy is not defined for such a plan or optimizer.
     """
     from anabranch.runtime.asynchronous import requirements
     from anabranch.runtime.plan_parts import parts_of

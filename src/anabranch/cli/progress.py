@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -149,75 +149,56 @@ class TrainingProgress:
         if not last and now - self._shown < (0.1 if terminal else 10.0):
             return
         self._shown = now
-        line = self._bar(event, now) if terminal else self._line(event, now)
+        count, parts = self._words(event, now)
+        slow = f"; {self._slow}" if self._slow else ""
+        line = self._bar(event, count, parts) if terminal else ", ".join([count, *parts]) + slow
         sys.stderr.write(_CLEAR * terminal + line + "\n" * (last or not terminal))
         sys.stderr.flush()
 
-    def _line(self, event: StepEvent, now: float) -> str:
-        """All of it in words."""
-        what, count, loss = self._words(event)
-        line = ", ".join([f"{count}, {now - self._started:.0f} s: {loss}", *self._metrics()])
-        if self._seconds:
-            taken, rate = self._typical()
-            line += f", {rate:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
-            if self._predicted_s:
-                line += f" (predicted {self._predicted_s * 1e3:.2f})"
-        return line + (f"; {self._slow}" if self._slow else "")
+    def _words(self, event: StepEvent, now: float) -> tuple[str, list[str]]:
+        """How many steps are done, and what else there is to say, the most important first."""
+        from statistics import fmean, median
 
-    def _bar(self, event: StepEvent, now: float) -> str:
+        what = "mini-batch" if self._is_async else "step"
+        total = f"/{event.step - event.done + event.total}" if event.total else ""
+        parts = [f"loss {fmean(event.loss for event in self._last):.4f}"]
+        time_text = f"{_clock(now - self._started)} passed"
+        if self._seconds:
+            # A flush has a first step that sets things up.
+            mean = fmean if self._is_async else lambda per_step: median(per_step[-50:])
+            taken = mean(self._seconds)
+            if event.total and event.done < event.total:
+                time_text = f"{_clock(taken * (event.total - event.done))} left"
+            against = f", predicted {self._predicted_s * 1e3:,.2f}" if self._predicted_s else ""
+            speed = f"{mean(self._samples) / taken:,.0f} samples/s"
+            parts += [time_text, speed, f"{taken * 1e3:,.2f} ms{against}"]
+        else:
+            parts.append(time_text)
+        metrics: dict[str, list[float]] = {}
+        for event in self._last:
+            for name, value in event.metrics.items():
+                metrics.setdefault(name, []).append(value)
+        parts += [f"{name} {fmean(values):.3f}" for name, values in metrics.items()]
+        return f"{what} {event.step}{total}", parts
+
+    def _bar(self, event: StepEvent, count: str, parts: Sequence[str]) -> str:
         """One line of the terminal: a bar, and what fits beside it."""
         from rich.console import Console
         from rich.progress_bar import ProgressBar
 
         console = Console(stderr=True)
         room = console.width - 1
-        _, count, loss = self._words(event)
-        parts = [f"{_clock(now - self._started)} passed"]
-        if self._seconds:
-            taken, rate = self._typical()
-            if event.total:
-                parts = [f"{_clock(taken * (event.total - event.done))} left"]
-            parts.append(f"{rate:,.0f} samples/s" if room >= 79 else f"{rate:,.0f}/s")
-            against = f", predicted {self._predicted_s * 1e3:,.2f}" if self._predicted_s else ""
-            parts.append(f"{taken * 1e3:,.2f} ms{against}")
-        shown = [loss]
-        room -= len(count) + 1 + len(loss) + (_LEAST_BAR + 1) * bool(event.total)
-        for part in [*parts, *self._metrics()]:
-            if (room := room - len(part) - 2) < 0:
-                break
-            shown.append(part)
-        line = "  ".join(shown)
-        width = min(console.width - len(count) - len(line) - 3, _MOST_BAR)
+        least = len(count) + 1 + (_LEAST_BAR + 1) * bool(event.total)
+        while len(parts) > 1 and least + len("  ".join(parts)) > room:
+            parts = parts[:-1]
+        line = "  ".join(parts)
+        width = min(room - len(count) - len(line) - 2, _MOST_BAR)
         if not event.total or width < _LEAST_BAR:
-            return f"{count} {line}"[: console.width - 1]
+            return f"{count} {line}"[:room]
         with console.capture() as bar:
             before = event.step - event.done
             console.print(ProgressBar(before + event.total, event.step, width=width), end="")
         return f"{count} {bar.get()} {line}"
-
-    def _words(self, event: StepEvent) -> tuple[str, str, str]:
-        """The unit, how many are done, and the loss."""
-        what = "mini-batch" if self._is_async else "step"
-        loss = sum(event.loss for event in self._last) / len(self._last)
-        total = f"/{event.step - event.done + event.total}" if event.total else ""
-        return what, f"{what} {event.step}{total}", f"loss {loss:.4f}"
-
-    def _metrics(self) -> list[str]:
-        """Metrics as means over the same steps as the loss."""
-        values: dict[str, list[float]] = {}
-        for event in self._last:
-            for name, value in event.metrics.items():
-                values.setdefault(name, []).append(value)
-        return [f"{name} {sum(seen) / len(seen):.3f}" for name, seen in values.items()]
-
-    def _typical(self) -> tuple[float, float]:
-        """Seconds of a step, and samples per second."""
-        from statistics import fmean, median
-
-        # A flush has a first step that sets things up.
-        mean = fmean if self._is_async else lambda per_step: median(per_step[-50:])
-        taken = mean(self._seconds)
-        return taken, mean(self._samples) / taken
 
 
 def _clock(seconds: float) -> str:

@@ -43,9 +43,6 @@ def begin_surviving() -> int | None:
 
     Returns:
         How many ranks there are to be; None without torchrun.
-
-    Raises:
-        typer.BadParameter: if torchrun has started ranks on several hosts.
     """
     size = os.environ.get("WORLD_SIZE")
     if "RANK" not in os.environ or size is None:
@@ -114,9 +111,6 @@ def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
 
     Args:
         first: see ``first_step``.
-
-    Raises:
-        TrainingError: if that checkpoint has all steps.
     """
     from anabranch.checkpoint import Checkpoint
 
@@ -130,11 +124,7 @@ def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
 
 
 def restarted(training: TrainingSettings) -> TrainingSettings:
-    """Settings of the rest of a run whose ranks torchrun has started again.
-
-    Raises:
-        TrainingError: if that cannot be told, or nothing is left.
-    """
+    """Settings of the rest of a run whose ranks torchrun has started again."""
     if training.resume == training.save and training.steps is not None:
         raise TrainingError(
             f"torchrun has started training again, and {training.save} is both --resume and "
@@ -159,9 +149,6 @@ def train_with_restarts(
 
     Returns:
         The run, whose losses are those of the last attempt, and what that was asked for.
-
-    Raises:
-        AnabranchError: the last failure.
     """
     first, attempt = first_step(training), training
     for restarts in count():

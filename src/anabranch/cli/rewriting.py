@@ -22,11 +22,7 @@ TOO_LARGE = ("table-split=4", "tensor-split=4")
 
 
 def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...] | None:
-    """The rewrites that the user names; None for ``auto``.
-
-    Raises:
-        typer.BadParameter: if one is unknown, or what is planned cannot be rewritten.
-    """
+    """The rewrites that the user names; None for ``auto``."""
     if text in ("auto", "none"):
         return None if text == "auto" and mode == "sync" and not source.is_file else ()
     from anabranch.graph.rewrites import Rewrite  # imports torch
@@ -48,11 +44,7 @@ def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...]
 
 
 def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tuple[str, ...]:
-    """The rewrites that the user names to a verb that does not choose.
-
-    Raises:
-        typer.BadParameter: as ``named_rewrites``; or for ``auto``.
-    """
+    """The rewrites that the user names to a verb that does not choose."""
     if text == "auto":
         raise typer.BadParameter(
             "--rewrite auto is for plan, which chooses; here name rewrites, such as join-split, "
@@ -129,9 +121,6 @@ def plan_with_rewrites(
     Args:
         costs: of the model as it is written; where nothing fits, ``TOO_LARGE`` are tried, too, and
             none where its optimizer needs whole parameters.
-
-    Raises:
-        InfeasiblePlanError: if there is no plan at all, or none that the optimizer can train.
     """
     from anabranch.solve import splits_of_tables
 

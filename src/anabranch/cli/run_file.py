@@ -35,12 +35,7 @@ _RUN_FILE = "anabranch.run_file"
 
 
 def model_or_file(context: typer.Context, model: str) -> str:
-    """The model that the user names, or that of the file, whose other keys become defaults.
-
-    Raises:
-        typer.BadParameter: if a key is unknown, or there is no model.
-        FileFormatError: if the file cannot be read, or is no TOML.
-    """
+    """The model that the user names, or that of the file, whose other keys become defaults."""
     if not model.endswith(".toml") or context.resilient_parsing:
         return model
     path = Path(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,9 +164,6 @@ class ModelSource:
             times: whether the seconds count; otherwise nothing is timed, whatever the device.
             samples: counts to measure or estimate at; by default powers of two.
             policy: weight policy that the optimizer has to suit, known before anything is timed.
-
-        Raises:
-            PolicyError: if the model cannot be trained without a flush, where that is seen.
         """
         from anabranch.weights import OPTIMIZERS, policy_named, require_optimizer
 
@@ -279,9 +277,6 @@ def model_in_file(model: str, file: Path, command: str) -> str:
     Args:
         file: for the message.
         command: what the user can write instead to name a function.
-
-    Raises:
-        typer.BadParameter: if it is a function; a file runs no code.
     """
     if ":" in model and not ModelSource(model).is_file:
         raise typer.BadParameter(
@@ -291,26 +286,16 @@ def model_in_file(model: str, file: Path, command: str) -> str:
     return model
 
 
-def model_of_plan(context: typer.Context, model: str, file: Path) -> str:
+def model_of_plan(model: str, file: Path) -> str:
     """Return ``model_in_file`` for the model of a plan, whose verb takes another one behind it."""
-    return model_in_file(model, file, command_naming(context, model, file))
+    return model_in_file(model, file, command_naming(model, file))
 
 
-def command_naming(context: typer.Context, model: str, file: Path) -> str:
-    """Return the command that runs, with its options, and with the model named behind the file."""
-    words = ["anabranch", str(context.info_name), str(file), model]
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if parameter.param_type_name != "option" or source is None or source.name != "COMMANDLINE":
-            continue
-        value, option = context.params[name], parameter.opts[0]
-        if isinstance(value, bool):
-            words.append(option if value else parameter.secondary_opts[0])
-            continue
-        for said in value if isinstance(value, list | tuple) else [value]:
-            words += [option, str(said)]
-    return shlex.join(words)
+def command_naming(model: str, file: Path) -> str:
+    """Return the command that runs, with the model named behind the file."""
+    words = sys.argv[1:]
+    at = next((i for i, word in enumerate(words, 1) if Path(word) == file), len(words))
+    return shlex.join(["anabranch", *words[:at], model, *words[at:]])
 
 
 def _is_here(device: str) -> bool:

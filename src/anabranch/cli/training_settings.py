@@ -114,11 +114,7 @@ class TrainingSettings(Settings):
     check_gradients: bool = True
 
     def saves(self) -> "SaveEvery | None":
-        """Return when checkpoints are written during training.
-
-        Raises:
-            typer.BadParameter: if options do not go together.
-        """
+        """Return when checkpoints are written during training."""
         from anabranch.training import KEPT, SaveEvery
 
         if self.max_restarts and "RANK" in os.environ:
@@ -150,12 +146,7 @@ class TrainingSettings(Settings):
         return newest(self.save) if self.saves() is not None and self.save is not None else None
 
     def loggers(self) -> "tuple[Callback, ...]":
-        """A callback for each --log, none of which has opened anything yet.
-
-        Raises:
-            typer.BadParameter: if there is no such log.
-            TrainingError: if a package is missing, or a file could not be written.
-        """
+        """A callback for each --log, none of which has opened anything yet."""
         split = [_split(text) for text in self.log or ()]
         if not split:
             return ()
@@ -208,11 +199,7 @@ class ComputeSettings(Settings):
     accumulate: Annotated[int, in_file(min=1)] = 1
 
     def options(self) -> "ComputeOptions":
-        """Options of the runtime.
-
-        Raises:
-            typer.BadParameter: if there is no such backend.
-        """
+        """Options of the runtime."""
         from anabranch.runtime.compute.options import ComputeOptions
 
         return usage(

@@ -14,7 +14,7 @@ from typing import Any
 from anabranch.cluster import BUSY
 from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, is_as_fast, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
-from anabranch.report.figure import Figure, ReportTable, ms, spent
+from anabranch.report.html import Figure, ReportTable, ms, spent
 
 Document = Mapping[str, Any]
 """Document that ``Run.figures`` returns."""

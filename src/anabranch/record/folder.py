@@ -30,6 +30,7 @@ from anabranch.files.jsonfile import (
     write_text,
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
+from anabranch.plans.stages import StageGraph
 from anabranch.record.figures import beside, tables, told
 from anabranch.record.run import Origin, Run, finite
 from anabranch.schedule.schedule import Action
@@ -111,7 +112,14 @@ def _measured_plan(run: Run) -> Plan:
     notes = run.plan.notes
     if run.plan.policy != run.policy:
         notes = tuple(note for note in notes if not note.startswith("policy "))
-    return replace(run.plan, mode=run.mode, policy=run.policy, predicted=run.predicted, notes=notes)
+    return replace(
+        run.plan,
+        mode=run.mode,
+        policy=run.policy,
+        round_robin=run.round_robin,
+        predicted=run.predicted,
+        notes=notes,
+    )
 
 
 def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None) -> None:
@@ -121,7 +129,6 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         against: name of another run and the run, drawn under the same axes.
     """
     from anabranch.report.html import page
-    from anabranch.report.stage_table import WeightVersions
 
     document = run.figures()
     name, other = against or ("", None)
@@ -137,21 +144,25 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         steps_before=run.first_step,
         about=_about(run.origin),
         notes=_notes(run),
-        weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
+        version_difference=run.version_difference,
+        peak_versions=run.peak_versions,
     )
     write_text(path, text)
 
 
-def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
-    """Return the timelines of a run, of steps with a flush with their critical paths."""
+def shown_timeline(title: str, timeline: Timeline, graph: StageGraph, mode: str) -> ShownTimeline:
+    """A timeline for the page; that of a step with a flush has its critical path."""
     from anabranch.report.timeline_layout import ShownTimeline
     from anabranch.simulator.critical_path import critical_path
 
-    graph, is_sync = run.plan.stage_graph, run.mode == "sync"
-    return [
-        ShownTimeline(before + title, t, graph, critical_path(t, graph) if is_sync else ())
-        for title, t in run.timelines
-    ]
+    path = critical_path(timeline, graph) if mode == "sync" else ()
+    return ShownTimeline(title, timeline, graph, path)
+
+
+def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
+    """Timelines of a run."""
+    graph = run.plan.stage_graph
+    return [shown_timeline(before + title, t, graph, run.mode) for title, t in run.timelines]
 
 
 def _headline(run: Run) -> str:

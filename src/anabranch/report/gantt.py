@@ -9,13 +9,13 @@
     ...
     |----|----|----|----|----|----|----|----|---- ms
 
-The page's script draws the boxes by the same rules on a canvas, and replaces this picture.
+The page's script draws such boxes on a canvas; there, boxes narrower than a pixel are joined, and
+many messages are marks below the boxes instead of arrows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 from anabranch.plans.plan import time_text
 from anabranch.report import lanes
@@ -31,7 +31,7 @@ from anabranch.report.theme import (
     text_width,
     ticks,
 )
-from anabranch.report.timeline_layout import STYLE, Panel, ShownTimeline, TimelineLayout, arrange
+from anabranch.report.timeline_layout import Panel, ShownTimeline, TimelineLayout, arrange
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span, Timeline
 
@@ -48,7 +48,26 @@ def timeline_svg(shown: Sequence[ShownTimeline], *, is_endless: bool = False) ->
         shown: timelines from top to bottom, at least one.
         is_endless: the timelines show several mini-batches without a flush, not a step.
     """
-    return paint(arrange(shown, is_endless=is_endless)).svg()
+    layout = arrange(shown, is_endless=is_endless)
+    drawing = Drawing(layout.width, layout.height, title(layout))
+    _paint_legend(drawing, layout)
+    drawing.add(*_axis(layout))
+    for panel in layout.panels:
+        _paint_frame(drawing, layout, panel)
+        drawing.add('<g class="panel">', *_empty_rows(layout, panel))
+        if panel.has_arrows:
+            drawing.add(*_arrows(layout, panel))
+        sizes = _number_sizes(layout, panel)
+        for row, top in zip(panel.rows, panel.tops, strict=True):
+            for span in row.computes:
+                drawing.add(*_box(layout, panel, row, span, top, sizes[span.action.kind]))
+            foot = top + panel.row_height - panel.sum_height + 1
+            for update in row.updates:
+                drawing.add(_plain_box(layout, update, "update", top, panel.box_height))
+            for piece in row.sums:
+                drawing.add(_plain_box(layout, piece, "sum", foot, panel.sum_height - 1))
+        drawing.add(_step_end(layout, panel), "</g>")
+    return drawing.svg()
 
 
 def title(layout: TimelineLayout) -> str:
@@ -56,36 +75,6 @@ def title(layout: TimelineLayout) -> str:
     titles = ", ".join(panel.title for panel in layout.panels)
     what = "some mini-batches" if layout.is_endless else "one training step"
     return f"Timeline of {what}: {titles}"
-
-
-def paint(layout: TimelineLayout) -> Drawing:
-    """Draw the picture of a layout."""
-    drawing = Drawing(layout.width, layout.height, title(layout))
-    _paint_legend(drawing, layout)
-    drawing.add(*_axis(layout))
-    merged = total = 0
-    for i, panel in enumerate(layout.panels):
-        _paint_frame(drawing, layout, panel)
-        drawing.add(f'<g class="panel" data-panel="{i}">')
-        messages = _arrows(layout, panel) if panel.has_arrows else _marks(layout, panel)
-        pieces = [*_empty_rows(layout, panel), *messages]
-        sizes = _number_sizes(layout, panel)
-        for row, top in zip(panel.rows, panel.tops, strict=True):
-            for run in lanes.runs(row.computes, layout.pixel_s):
-                pieces += _box(layout, panel, row, run, top, sizes)
-                total += len(run)
-                merged += len(run) if len(run) > 1 else 0
-            pieces += _strip(layout, "update", row.updates, top, panel.box_height)
-            foot = top + panel.row_height - panel.sum_height + 1
-            pieces += _strip(layout, "sum", row.sums, foot, panel.sum_height - 1)
-        drawing.add(*pieces, _step_end(layout, panel), "</g>")
-    if merged:
-        said = (
-            f"{merged:,} of {total:,} actions are narrower than a pixel; "
-            "neighbours are drawn together, each kind with its share of the height"
-        )
-        drawing.add(text("muted note", PIXELS.margin, layout.height - 8, 10.5, said))
-    return drawing
 
 
 def legend(layout: TimelineLayout) -> list[tuple[str, str]]:
@@ -116,21 +105,24 @@ def legend_note(layout: TimelineLayout) -> str:
 
 def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     x, y = PIXELS.margin, 22.0
+    has_arrows = any(panel.has_arrows for panel in layout.panels)
     for css, label in legend(layout):
+        if css == "wires" and not has_arrows:
+            continue
         if css == "wires":
             drawing.add(f'<path class="wf" stroke-width="1.6" d="M{num(x)} {num(y + 3)}h16"/>')
             drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} {num(y + 9)}h16"/>')
         else:
             drawing.add(rect(css, x, y, 16, 12, radius=2.5))
-        drawing.add(text("", x + 22, y + 10, STYLE.label_size, label))
-        x += 36 + text_width(label, STYLE.label_size)
-    if x + text_width(legend_note(layout), STYLE.label_size) < layout.right:
+        drawing.add(text("", x + 22, y + 10, PIXELS.label, label))
+        x += 36 + text_width(label, PIXELS.label)
+    if x + text_width(legend_note(layout), PIXELS.label) < layout.right:
         note = legend_note(layout)
-        drawing.add(text("muted right", layout.right, y + 10, STYLE.label_size, note))
+        drawing.add(text("muted right", layout.right, y + 10, PIXELS.label, note))
 
 
 def _axis(layout: TimelineLayout) -> list[str]:
-    pieces = ['<g class="axis">']
+    pieces = [text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms")]
     for time in ticks(0.0, layout.horizon_s * 1e3, round((layout.right - layout.left) / 90)):
         x = layout.x(time / 1e3)
         lines = "".join(
@@ -138,12 +130,11 @@ def _axis(layout: TimelineLayout) -> list[str]:
         )
         pieces.append(f'<path class="rule" d="{lines}"/>')
         pieces.append(text("muted num", x, layout.axis + 18, 11, significant(time)))
-    unit = text("muted right", layout.left - 12, layout.axis + 18, 11, "time in ms")
-    return [*pieces, "</g>", unit]
+    return pieces
 
 
 def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None:
-    """Draw the parts that do not zoom: heading, row labels, branches."""
+    """Draw the heading and the labels of the rows."""
     place = f'x="{num(PIXELS.margin)}" y="{num(panel.heading)}"'
     drawing.add(
         f'<text {place} font-size="14"><tspan class="bold">'
@@ -153,9 +144,6 @@ def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None
     every = 1 if panel.row_height >= 9 else 4
     for row, top in list(zip(panel.rows, panel.tops, strict=True))[::every]:
         drawing.add(*_row_label(layout, panel, row, top))
-    for first, last in _branch_runs(panel):
-        reach = panel.tops[last] + panel.row_height - panel.tops[first]
-        drawing.add(rect("tip", layout.left - 7, panel.tops[first], 2, reach, radius=1))
 
 
 def facts(timeline: Timeline, is_endless: bool) -> str:
@@ -182,7 +170,7 @@ def _step_end(layout: TimelineLayout, panel: Panel) -> str:
 
 
 def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: float) -> list[str]:
-    x, size, small = layout.left - 12, panel.label_size, STYLE.small_label_size
+    x, size, small = layout.left - 12, panel.label_size, PIXELS.second_label
     room, middle = x - PIXELS.margin, top + panel.row_height / 2
     label = shorten(row.label, size, room)
     if not (panel.has_second_lines and (second := panel.operators(row))):
@@ -191,13 +179,6 @@ def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: 
         text("right", x, middle - 2, size, label),
         text("muted right", x, middle + 12, small, shorten(second, small, room)),
     ]
-
-
-def _branch_runs(panel: Panel) -> list[tuple[int, int]]:
-    """Return the first and last row of every branch, if there are several."""
-    rows = enumerate(panel.rows)
-    runs = [[i for i, _ in run] for _, run in groupby(rows, key=lambda item: item[1].branch)]
-    return [(run[0], run[-1]) for run in runs] if len(runs) > 1 else []
 
 
 def _tail(layout: TimelineLayout, panel: Panel) -> float:
@@ -210,51 +191,36 @@ def _box(
     layout: TimelineLayout,
     panel: Panel,
     row: lanes.DeviceRow,
-    run: Sequence[Span],
+    span: Span,
     top: float,
-    sizes: dict[Kind, float],
+    size: float,
 ) -> list[str]:
-    """Draw a box for an action, or for several narrow ones."""
-    x, width, gap = _extent(layout, run)
-    count = f' data-n="{len(run)}"'
-    if len(run) == 1:
-        action = run[0].action
-        css, tone = CSS[action.kind], row.tone(action.stage)
-        corner = 2.0 if width > 6 else 0.0
-        shade = f"{css} p{tone}" if tone else css
-        pieces = [rect(shade, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
-        label = str(action.microbatch)
-        size = sizes[action.kind]
-        if size and text_width(label, size) + 3 <= width:
-            baseline = top + panel.box_height / 2 + size * 0.36
-            ink = "num" if tone else f"num t{css}"
-            pieces.append(text(ink, x + (width - gap) / 2, baseline, size, label))
-        return pieces
-    # Without smoothing, or hundreds of such boxes side by side show a pattern of seams.
-    pieces, sharp = [], ' shape-rendering="crispEdges"'
-    for kind, share in lanes.shares(run).items():
-        tall = panel.box_height * share
-        pieces.append(rect(CSS[kind], x, top, width, tall, extra=sharp + count))
-        top += tall
-        count = ""
+    """Draw an action as a box, with the number of its micro-batch if that fits."""
+    x, width, gap = _extent(layout, span)
+    css, tone = CSS[span.action.kind], row.tone(span.action.stage)
+    shade = f"{css} p{tone}" if tone else css
+    corner = 2.0 if width > 6 else 0.0
+    pieces = [rect(shade, x, top, width - gap, panel.box_height, radius=corner)]
+    label = str(span.action.microbatch)
+    if size and text_width(label, size) + 3 <= width:
+        baseline = top + panel.box_height / 2 + size * 0.36
+        ink = "num" if tone else f"num t{css}"
+        pieces.append(text(ink, x + (width - gap) / 2, baseline, size, label))
     return pieces
 
 
-def _strip(
-    layout: TimelineLayout, css: str, spans: Iterable[lanes.TimedSpan], top: float, height: float
-) -> list[str]:
-    """Draw boxes without numbers: updates, or all-reduces at the foot of a row."""
-    pieces = []
-    for run in lanes.runs(spans, layout.pixel_s):
-        x, width, gap = _extent(layout, run)
-        pieces.append(rect(css, x, top, width - gap, height, extra=f' data-n="{len(run)}"'))
-    return pieces
+def _plain_box(
+    layout: TimelineLayout, span: lanes.TimedSpan, css: str, top: float, height: float
+) -> str:
+    """Draw an update, or an all-reduce at the foot of a row."""
+    x, width, gap = _extent(layout, span)
+    return rect(css, x, top, width - gap, height)
 
 
-def _extent(layout: TimelineLayout, run: Sequence[lanes.TimedSpan]) -> tuple[float, float, float]:
+def _extent(layout: TimelineLayout, span: lanes.TimedSpan) -> tuple[float, float, float]:
     """Return left end and width of a box, and the gap behind it, in pixels."""
-    x = layout.x(run[0].start)
-    width = max(layout.x(max(span.end for span in run)) - x, 0.4)
+    x = layout.x(span.start)
+    width = max(layout.x(span.end) - x, 0.4)
     return x, width, 0.5 if width > 4 else 0.0
 
 
@@ -290,27 +256,3 @@ def _arrows(layout: TimelineLayout, panel: Panel) -> list[str]:
         pieces.append(f'<path class="w{css}" stroke-width="1.3" d="{curve}"/>')
         pieces.append(f'<path class="h{css}" d="M{num(x2)} {num(y2)}l-2.6 {num(-tip)}h5.2z"/>')
     return pieces
-
-
-def _marks(layout: TimelineLayout, panel: Panel) -> list[str]:
-    """Draw thin lines below the boxes of a sender while its messages are in transit."""
-    top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
-    pieces = []
-    for css, device, start, end in _sending(panel.timeline, layout.pixel_s):
-        x, y = layout.x(start), top_of[device] + panel.box_height + 0.75
-        pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), STYLE.mark_height - 1))
-    return pieces
-
-
-def _sending(timeline: Timeline, pixel_s: float) -> list[tuple[str, int, float, float]]:
-    """Return (CSS class, device, start, end) of sends, joined if less than a pixel apart."""
-    css = {Kind.SEND_FORWARD: "hf", Kind.SEND_BACKWARD: "hb"}
-    intervals: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for span in timeline.spans:
-        if span.action.kind in css:
-            times = intervals.setdefault((css[span.action.kind], span.device), [])
-            if times and span.start - times[-1][1] < pixel_s:
-                times[-1] = (times[-1][0], max(times[-1][1], span.end))
-            else:
-                times.append((span.start, span.end))
-    return [(*key, start, end) for key, times in intervals.items() for start, end in times]

@@ -1,19 +1,19 @@
 """Page of a plan and its timelines: one HTML file that loads nothing else.
 
 The script draws timelines and memory on canvases, with zoom, lanes that open to replicas and links
-between stage graph, lanes and table. Without it there is a picture of timelines, unless large.
+between stage graph, lanes and table. ``gantt`` draws timelines in files of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 
 from anabranch.plans.plan import NOT_PREDICTED, Plan, memory_text, time_text
 from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, names, page_data, stagegraph, timeline_layout
-from anabranch.report.figure import Figure, ReportTable
-from anabranch.report.stage_table import NOT_MEASURED, WeightVersions, busy_shares, stage_table
+from anabranch.report.stage_table import busy_shares, stage_table
 from anabranch.report.theme import DARK, FONT, LIGHT, PIXELS, Drawing, escape, num, style
 from anabranch.timeline import Timeline
 
@@ -33,6 +33,59 @@ SWITCHES = (
 """(switch of the script, text, description), hidden where a page has nothing of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A named value as text.
+
+    Attributes:
+        more: further text in small print; may be empty.
+    """
+
+    name: str
+    value: str
+    more: str = ""
+
+    @property
+    def line(self) -> str:
+        """Value and further text in one line."""
+        return f"{self.value}{', ' if self.more else ''}{self.more}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table with a heading.
+
+    Attributes:
+        columns: column headings; the first column and those with words are aligned left.
+        rows: at least one row of cells.
+        said: a sentence below the table.
+    """
+
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    said: str = ""
+
+
+def spent(parts: Sequence[tuple[str, float, str]], step_s: float) -> ReportTable:
+    """Return a table of the parts of a predicted step: name, seconds, share and remark."""
+    rows = [
+        (name, ms(seconds), f"{seconds / step_s if step_s else 0.0:.1%}", remark)
+        for name, seconds, remark in parts
+    ]
+    return ReportTable(
+        "Where the predicted step goes",
+        ("part", "ms", "of the step", ""),
+        [*rows, ("together", ms(step_s), "100.0%", "")],
+        "The parts are those of the critical path: what the end of the step waited for.",
+    )
+
+
+def ms(seconds: float) -> str:
+    """Format seconds as milliseconds for a column."""
+    return f"{seconds * 1e3:.2f}"
+
+
 def page(
     plan: Plan,
     shown: Sequence[timeline_layout.ShownTimeline],
@@ -44,7 +97,8 @@ def page(
     held_out: Mapping[int, float] | None = None,
     about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
-    weights: WeightVersions = NOT_MEASURED,
+    version_difference: Sequence[int] = (),
+    peak_versions: Sequence[int] = (),
     steps_before: int = 0,
     headline: str = "",
 ) -> str:
@@ -61,12 +115,14 @@ def page(
         steps_before: steps of earlier runs, after which the losses begin.
         about: origin of the page, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
-        weights: weight versions of a run without a flush.
+        version_difference: of a run without a flush, per stage: most updates between forward and
+            backward of a mini-batch, as measured.
+        peak_versions: likewise, per device, ascending: most copies of its weights.
         headline: the first sentence; by default that of the plan's prediction.
     """
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
     parts = [
-        _header(plan, title, weights, headline),
+        _header(plan, title, headline),
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
     graphs = *(one.graph for one in shown), plan.stage_graph
@@ -84,14 +140,11 @@ def page(
     script = ""
     if shown:
         is_endless = plan.mode == "async"
-        layout = timeline_layout.arrange(shown, width=PIXELS.width, is_endless=is_endless)
+        layout = timeline_layout.arrange(shown, is_endless=is_endless)
         what = "Some mini-batches" if is_endless else "One training step"
-        timelines = [one.timeline for one in shown]
-        is_large = sum(len(t.spans) + len(t.sums) for t in timelines) > PIXELS.most_boxes
-        drawing = None if is_large else gantt.paint(layout)
-        parts.append(_timeline_section(what, gantt.title(layout), drawing))
+        parts.append(_timeline_section(what, gantt.title(layout)))
         script = _script(layout)
-        if any(any(timeline.memory.values()) for timeline in timelines):
+        if any(any(one.timeline.memory.values()) for one in shown):
             memory = _canvas("memory", "Memory of every device over the step")
             parts.append(_section("Memory of every device", memory))
     parts += [_text_table(table) for table in tables]
@@ -102,7 +155,9 @@ def page(
         )
         said = '<p class="hint">Green: the loss of held-out data.</p>' if held_out else ""
         parts.append(_section("Loss", _picture(chart) + said))
-    table = _scrolling(stage_table(plan, shown, weights, own), "Stages in detail")
+    table = _scrolling(
+        stage_table(plan, shown, version_difference, peak_versions, own), "Stages in detail"
+    )
     parts.append(_section("Stages in detail", f"{_SEARCH if shown else ''}{table}"))
     bounds = plan.predicted.bounds(plan.stage_graph) if plan.predicted is not None else ()
     parts += [_notes([*bounds, *plan.notes, *notes]), _about(about or {}), _footer(plan)]
@@ -153,12 +208,12 @@ def _script(layout: timeline_layout.TimelineLayout) -> str:
     )
 
 
-def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:
+def _header(plan: Plan, title: str, first: str) -> str:
     graph = plan.stage_graph
     how = f"{plan.schedule} schedule"
     if plan.mode == "async":
         how = f"asynchronous {plan.schedule} without a flush, policy {plan.policy}"
-        if weights.round_robin:
+        if plan.round_robin:
             how += ", replicas taking mini-batches in turn (round-robin)"
     said = (
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
@@ -268,15 +323,15 @@ def _scrolling(content: str, label: str = "") -> str:
     return f'<div class="panel-box"><div class="scroll"{region}>{content}</div></div>'
 
 
-def _canvas(name: str, title: str, drawing: Drawing | None = None) -> str:
-    """The place of a canvas, with a picture for readers without the script."""
-    picture = _picture(drawing) if drawing else "<noscript>drawn by a script</noscript>"
+def _canvas(name: str, title: str) -> str:
+    """The place of a canvas."""
     keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
     extra = keys if name == "timeline" else ""
-    return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{picture}</div>'
+    missing = "<noscript>drawn by a script</noscript>"
+    return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{missing}</div>'
 
 
-def _timeline_section(what: str, title: str, drawing: Drawing | None) -> str:
+def _timeline_section(what: str, title: str) -> str:
     buttons = [
         f'<button type="button" data-switch="{name}" aria-pressed="false" title="{said}" hidden>'
         f"{face}</button>"
@@ -294,7 +349,7 @@ def _timeline_section(what: str, title: str, drawing: Drawing | None) -> str:
     )
     return (
         f'<section><h2>{what} <span id="zoom" hidden>{"".join(buttons)}</span></h2>'
-        f'{_canvas("timeline", title, drawing)}<p class="hint" id="said" role="status"></p>'
+        f'{_canvas("timeline", title)}<p class="hint" id="said" role="status"></p>'
         f'<p class="hint">{hint}</p></section>'
     )
 

@@ -7,22 +7,20 @@ Rows are in the order of the branches, so that the devices of one tower lie toge
 
     device 1 . stage 1   image      [F0][F1]......[B0][B1]
 
-Neighbours that are narrower than a pixel share one box in which every kind fills its share of the
-height, so that areas stay true. All-reduces run while their device computes, and have a thin
-strip of the row for themselves. Updates are in the row itself, as they take the device's time.
+All-reduces run while their device computes, and have a thin strip of the row for themselves.
+Updates are in the row itself, as they take the device's time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from anabranch.plans.plan import ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.report.names import branches
-from anabranch.report.theme import PIXELS
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
@@ -117,37 +115,6 @@ def _by_device(spans: Iterable[TimedSpan]) -> Mapping[int, list[TimedSpan]]:
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         result[span.device].append(span)
     return result
-
-
-def runs(spans: Iterable[TimedSpan], pixel_s: float) -> Iterator[tuple[TimedSpan, ...]]:
-    """Group spans sorted by start: neighbours below a pixel together, wider ones alone."""
-    run: list[TimedSpan] = []
-    for span in spans:
-        narrow = span.end - span.start < pixel_s
-        fits = (
-            run
-            and span.start - run[-1].end < pixel_s
-            and span.end - run[0].start < PIXELS.merged * pixel_s
-        )
-        if run and not (narrow and fits):
-            yield tuple(run)
-            run = []
-        if narrow:
-            run.append(span)
-        else:
-            yield (span,)
-    if run:
-        yield tuple(run)
-
-
-def shares(run: Sequence[Span]) -> dict[Kind, float]:
-    """Map kinds of compute in a run to their shares of its time, forward first."""
-    seconds: dict[Kind, float] = {}
-    for span in sorted(run, key=lambda span: span.action.kind is not Kind.FORWARD):
-        kind = span.action.kind
-        seconds[kind] = seconds.get(kind, 0.0) + span.end - span.start
-    whole = sum(seconds.values())
-    return {k: s / whole if whole else 1 / len(seconds) for k, s in seconds.items()}
 
 
 def messages(timeline: Timeline) -> list[DrawnMessage]:

@@ -1,6 +1,6 @@
 // Timelines and memory on canvases under one axis of time: zoom, pan, tooltips, lanes that open to
 // their replicas, the critical path; and links between stage graph, lanes and table. Without this
-// script a page has its tables and, unless they are large, the same pictures without all of that.
+// script a page has its tables, its stage graph and its losses.
 // page_links.js goes on in the same function: what follows the pointer and the keys.
 "use strict";
 const source = document.getElementById("timeline-data");
@@ -10,6 +10,8 @@ const data = JSON.parse(source.textContent);
 const tip = document.getElementById("tip");
 const said = document.getElementById("said");
 const horizon = data.horizon;
+const MERGED = 3; // most pixels of a box of several actions: wider ones would hide bubbles
+const MARK = 3; // height of the marks of messages below a row, where they are too many for arrows
 let from = 0;
 let to = horizon;
 let [width, left, right] = [0, 0, 0];
@@ -219,7 +221,7 @@ function layOut() {
   let [y, widest] = [12, 60];
   for (const panel of data.panels) {
     panel.sums_ = panel.sumHeight ? strip : 0;
-    panel.mark = panel.hasArrows ? 0 : data.mark;
+    panel.mark = panel.hasArrows ? 0 : MARK;
     panel.rowHeight = boxHeight + panel.sums_;
     panel.boxHeight = boxHeight - panel.mark;
     panel.labelSize = Math.min(12, Math.max(panel.rowHeight - 1, 7.5));
@@ -275,7 +277,7 @@ function runs(row) {
     const span = row[i];
     const isNarrow = span[1] - span[0] < pixel;
     const fits =
-      run.length && span[0] - run.at(-1)[1] < pixel && span[1] - run[0][0] < data.mergedPixels * pixel;
+      run.length && span[0] - run.at(-1)[1] < pixel && span[1] - run[0][0] < MERGED * pixel;
     if (!(isNarrow && fits)) flush();
     run.push(span);
     if (!isNarrow) flush();

@@ -11,7 +11,6 @@ from typing import Any
 
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.report import gantt, lanes, names, timeline_layout
-from anabranch.report.theme import PIXELS
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
@@ -40,8 +39,6 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
         "counted": layout.counted,
         "isEndless": layout.is_endless,
         "horizon": _us(layout.horizon_s),
-        "mergedPixels": PIXELS.merged,
-        "mark": timeline_layout.STYLE.mark_height,
         "numberSizes": gantt.NUMBER_SIZES,
         "kinds": [[VARIABLES[gantt.CSS[kind]], names.KINDS[kind]] for kind in KINDS],
         "panels": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from anabranch.plans.plan import Plan, ranges
 from anabranch.plans.stages import StageGraph
@@ -12,25 +11,6 @@ from anabranch.report.theme import escape, significant
 from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class WeightVersions:
-    """Measured versions of weights of a run without a flush.
-
-    Attributes:
-        version_difference: per stage, most updates between forward and backward.
-        peak_versions: per device, ascending, most copies of its weights.
-        round_robin: replicas take mini-batches in turn.
-    """
-
-    version_difference: Sequence[int] = ()
-    peak_versions: Sequence[int] = ()
-    round_robin: bool = False
-
-
-NOT_MEASURED = WeightVersions()
-"""Weight versions of a run with a flush, or of a plan alone."""
 
 
 def busy_shares(graph: StageGraph, timeline: Timeline) -> list[float]:
@@ -44,11 +24,16 @@ def busy_shares(graph: StageGraph, timeline: Timeline) -> list[float]:
 
 
 def stage_table(
-    plan: Plan, shown: Sequence[ShownTimeline], weights: WeightVersions, number: int
+    plan: Plan,
+    shown: Sequence[ShownTimeline],
+    version_difference: Sequence[int],
+    peak_versions: Sequence[int],
+    number: int,
 ) -> str:
     """Return a table of the stages, with times of the timelines that executed this plan.
 
     Args:
+        version_difference: per stage, see ``page``; empty with a flush, as is the next.
         number: of the plan's stages among those of the page, for its script.
     """
     graph = plan.stage_graph
@@ -57,7 +42,7 @@ def stage_table(
     busy = [busy_shares(graph, one.timeline) for one in own]
     which = " / ".join(one.title for one in own)
     heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
-    if weights.version_difference:
+    if version_difference:
         heads += [
             ("versions behind", "updates between forward and backward at most"),
             ("weight versions", "copies of the weights on each of its devices"),
@@ -80,10 +65,10 @@ def stage_table(
         )
         flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
         cells = [str(s), after, ranges(stage.devices), size_text, flight]
-        if weights.version_difference:
-            peaks = [weights.peak_versions[graph.devices.index(d)] for d in stage.devices]
+        if version_difference:
+            peaks = [peak_versions[graph.devices.index(d)] for d in stage.devices]
             versions = ", ".join(map(str, peaks))
-            cells += [str(weights.version_difference[s]), versions]
+            cells += [str(version_difference[s]), versions]
         if times:
             cells += _stage_times(s, busy, times)
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)

@@ -14,24 +14,26 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Sizes of pages and pictures, in pixels, and how many boxes they have.
+    """Sizes of pages and pictures, in pixels.
 
     Attributes:
         margin: between a picture and its edge.
-        small_type: type size in the boxes, in pixels.
-        merged: most pixels of a box of several actions; wider ones would hide bubbles.
+        small_type: type size in the boxes of stages.
+        label, second_label: type sizes beside the rows of a timeline, of first and second lines.
+        most_arrows, most_arrow_rows: messages drawn as arrows, and rows of such a picture, at most.
         width: pixels of the pictures: a page of 1280 without its margins.
         narrowest: pixels of the pictures on a phone, where they scroll instead of
             shrinking further.
-        most_boxes: boxes of timelines beyond which the page's script alone draws them.
     """
 
     margin: float = 22.0
     small_type: float = 11.0
-    merged: int = 3
+    label: float = 12.0
+    second_label: float = 10.5
+    most_arrows: int = 240
+    most_arrow_rows: int = 16
     width: float = 1236.0
     narrowest: int = 760
-    most_boxes: int = 5_000
 
 
 PIXELS = Pixels()

@@ -15,27 +15,6 @@ from anabranch.report.theme import PIXELS, text_width
 from anabranch.timeline import PathSegment, Timeline
 
 
-@dataclass(frozen=True)
-class TimelineStyle:
-    """Sizes and limits of the picture.
-
-    Attributes:
-        label_size, small_label_size: type sizes of labels, in pixels.
-        mark_height: height of marks below a row, in pixels, in place of too many arrows.
-        most_arrows: messages drawn as arrows at most.
-        most_arrow_rows: rows of a picture with arrows at most.
-    """
-
-    label_size: float = 12.0
-    small_label_size: float = 10.5
-    mark_height: float = 3.0
-    most_arrows: int = 240
-    most_arrow_rows: int = 16
-
-
-STYLE = TimelineStyle()
-
-
 class ShownTimeline(NamedTuple):
     """A timeline to draw.
 
@@ -57,9 +36,9 @@ class Panel:
 
     Attributes:
         rows, tops: rows from top to bottom, and the upper end of each.
-        row_height: height of a row with marks and all-reduces below the boxes.
+        row_height: height of a row with all-reduces below the boxes.
         sum_height: height of the strip of all-reduces; 0 if none are known.
-        has_arrows: messages are arrows between rows; otherwise marks below the boxes.
+        has_arrows: messages are few enough to be drawn, as arrows between rows.
         heading: baseline of the heading.
         bottom: lower end of the last row.
     """
@@ -79,13 +58,12 @@ class Panel:
     @property
     def box_height(self) -> float:
         """Height of the boxes of actions."""
-        marks = 0.0 if self.has_arrows else STYLE.mark_height
-        return self.row_height - self.sum_height - marks
+        return self.row_height - self.sum_height
 
     @property
     def label_size(self) -> float:
         """Type size of the labels of rows."""
-        return min(STYLE.label_size, max(self.row_height - 1, 7.5))
+        return min(PIXELS.label, max(self.row_height - 1, 7.5))
 
     @property
     def has_second_lines(self) -> bool:
@@ -129,16 +107,10 @@ class TimelineLayout:
         """Return the x of a time."""
         return self.left + seconds * (self.right - self.left) / self.horizon_s
 
-    @property
-    def pixel_s(self) -> float:
-        """Seconds per pixel."""
-        return self.horizon_s / (self.right - self.left)
 
-
-def arrange(
-    shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
-) -> TimelineLayout:
-    """Compute the layout of a picture so many pixels wide; see ``timeline_svg``."""
+def arrange(shown: Sequence[ShownTimeline], *, is_endless: bool = False) -> TimelineLayout:
+    """Compute the layout of a picture; see ``timeline_svg``."""
+    width = 1200.0
     timelines = [one.timeline for one in shown]
     longest = max(len(timeline.devices) for timeline in timelines)
     top = 56.0
@@ -158,7 +130,7 @@ def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
     sizes = next(sizes for most, sizes in ROW_SIZES if longest <= most)
     height, strip, gap, branch_gap = sizes
     strip = strip if timeline.sums else 0.0
-    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * STYLE.most_arrows
+    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * PIXELS.most_arrows
     heading = top + 14
     y = heading + 14
     tops = []
@@ -167,7 +139,7 @@ def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
             y += branch_gap if row.branch != rows[i - 1].branch else gap
         tops.append(y)
         y += height + strip
-    has_arrows = few and len(rows) <= STYLE.most_arrow_rows
+    has_arrows = few and len(rows) <= PIXELS.most_arrow_rows
     return Panel(*shown, tuple(rows), tuple(tops), height + strip, strip, has_arrows, heading, y)
 
 
@@ -189,5 +161,5 @@ def _label_width(panels: Sequence[Panel]) -> float:
         for row in panel.rows:
             widths.append(text_width(row.label, panel.label_size))
             if panel.has_second_lines:
-                widths.append(text_width(panel.operators(row), STYLE.small_label_size))
+                widths.append(text_width(panel.operators(row), PIXELS.second_label))
     return max(widths)

@@ -79,8 +79,16 @@ def test_a_plan_from_a_profile_names_the_command_that_would_work(run, tmp_path: 
     code, _, err = run("export-plan", "plan.json", "--torchtitan", "-o", "titan")
     assert code == 2
     assert "was planned by the profile ours/profile.json" in err
-    command = "anabranch export-plan plan.json package.module:function -o titan --torchtitan"
+    command = "anabranch export-plan plan.json package.module:function --torchtitan -o titan"
     assert command in err
+
+
+def test_a_plan_for_another_model_is_refused(run, tmp_path: Path):
+    """It ended in a traceback."""
+    file = written(chain("blocks"), tmp_path, 1)
+    name = "tests.cli.verbs.test_export_plan:two_branches"
+    code, _, err = run("export-plan", file, name, "-o", "other")
+    assert (code, "the plan does not fit" in err) == (1, True)
 
 
 def test_a_graph_is_refused_with_every_reason(run, tmp_path: Path, monkeypatch):

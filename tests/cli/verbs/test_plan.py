@@ -12,7 +12,6 @@ from anabranch import planner as planners
 from anabranch.cli.source import ModelSource
 from anabranch.cli.verbs import plan as plan_verb
 from anabranch.cli.verbs.plan import faster, gains
-from anabranch.errors import InfeasiblePlanError
 from anabranch.files import load_plan
 from anabranch.graph import capture as graph_capture
 from anabranch.plans.stages import Stage
@@ -255,7 +254,7 @@ def test_an_interrupted_plan_is_compared_all_the_same(run, write_chain, monkeypa
     code, out, err = run("plan", *write_chain(), "-o", "plan.json")
     assert code == 0, err
     assert "interrupted: the best of the first 1 proposals" in out
-    assert "data parallelism is faster than this plan: --planner data-parallel plans it, or" in out
+    assert "data parallelism is faster than this plan: --planner data-parallel plans it" in out
     assert "Ctrl-C again leaves them out" in err
     assert Path("plan.json").exists()
 
@@ -444,14 +443,6 @@ def test_an_asynchronous_plan_is_compared_with_and_without_a_flush(run, four_fil
         "\nwith a flush, data parallelism takes 12000.00 ms and the sequential pipeline takes "
         "12000.00 ms per batch: the same command without --mode async plans steps with a flush\n"
     ) in out
-    ours = load_plan(Path("p.json"))
-    quicker = replace(ours, predicted=replace(ours.figures, step_s=6.0))
-    others = {"data-parallel": quicker, "sequential": InfeasiblePlanError("too large")}
-    assert plan_verb.flush_text(others, ours) == (
-        "with a flush, data parallelism takes 6000.00 ms per batch; data parallelism is then "
-        "quicker per batch than this plan: the same command without --mode async plans steps with "
-        "a flush"
-    )
 
 
 def test_a_gain_that_rounds_to_equal_figures_has_another_digit(run, four_files):

@@ -19,7 +19,7 @@ def test_another_run_is_laid_over(run, document, tmp_path: Path):
     assert "Beside two" in html
     assert "This run has 2.00x the samples per second of two" in html
     for title in ("predicted", "two: predicted"):
-        assert f">{title}<" in html
+        assert f'"title":"{title}"' in html
     loss = html.partition("<h2>Loss</h2>")[2].partition("</section>")[0]
     assert re.findall(r'class="(line[01])"', loss) == ["line1", "line0"]
     save_run(STEPS, tmp_path / "before" / "one")  # which a name alone would not tell apart

@@ -6,19 +6,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import comparison, output, settings
 from anabranch.cli.clusters import cluster_to_plan_for
-from anabranch.cli.pages import write_comparison
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.rewriting import required_rewrites
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError
 from anabranch.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.plans.stages import StageGraph
+    from anabranch.profile.profile import Profile
+    from anabranch.report.timeline_layout import ShownTimeline
+    from anabranch.weights import OptimizerFacts
 
 
 @spread
@@ -131,7 +137,7 @@ def compare(
 
         write_text(model.file, output.json_text(document))
     if report is not None and best is not None:
-        write_comparison(report, plans, costs, cluster, optimizer, best)
+        _write_page(report, plans, costs, cluster, optimizer, best)
     output.print_json(document)
     batches = "mini-batches of" if is_async else "batch"
     title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
@@ -174,6 +180,48 @@ def _search(
                     break
                 output.note(f"{contender.name} interrupted; Ctrl-C again ends the comparison")
     return plans
+
+
+def _write_page(
+    file: Path,
+    results: comparison.Results,
+    costs: Profile,
+    cluster: Cluster,
+    optimizer: OptimizerFacts | None,
+    best: comparison.BestPlan,
+) -> None:
+    """Write the page of the best plan, with the others beside it: stages and timelines of three."""
+    from anabranch import solve
+    from anabranch.files.jsonfile import write_text
+    from anabranch.record import shown_timeline
+    from anabranch.report.html import ReportTable, page
+
+    plans = comparison.plans_among(results)
+    first = best.contender
+    others = [c for c in sorted(plans, key=lambda c: plans[c].figures.step_s) if c != first]
+    headings, rows = comparison.side_by_side(results, optimizer)
+    table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
+    has_planner = comparison.names_planner(results)
+    drawn: dict[StageGraph, ShownTimeline] = {}
+    for contender in (first, *others):
+        plan, graph = plans[contender], plans[contender].stage_graph
+        if graph in drawn or len(drawn) == 3:
+            continue
+        title = contender.name if has_planner else contender.policy
+        if plan.mode == "sync":
+            shown = solve.foreseen(plan, costs, cluster)[1], graph
+        else:
+            simulated = solve.simulate_async(plan, costs, cluster, optimizer=optimizer)
+            shown = simulated.timeline, simulated.graph
+        drawn[graph] = shown_timeline(title, *shown, plan.mode)
+    plan = plans[first]
+    if plan.mode == "sync":
+        step_s = {
+            c.planner: plans[c].figures.step_s for c in others if c.planner in solve.BASELINES
+        }
+        plan = comparison.noting_baselines(plan, step_s)
+    notes = [*best.lines(), *comparison.remarks(results, costs.origin)]
+    write_text(file, page(plan, [*drawn.values()], tables=[table], notes=notes))
 
 
 def _short(text: str) -> str:

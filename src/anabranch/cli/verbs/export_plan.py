@@ -17,7 +17,6 @@ from anabranch.errors import OutputError
 
 @spread
 def export_plan(
-    context: typer.Context,
     plan_file: PlanFile,
     folder: Annotated[Path, typer.Option("-o", "--output", callback=folder_to_write)],
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
@@ -43,18 +42,20 @@ def export_plan(
     from anabranch.files.jsonfile import write_text
     from anabranch.interchange.chain import chain_of, require_chain
     from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
+    from anabranch.runtime.plan_parts import parts_of
 
     plan = load_plan(plan_file)
     require_chain(plan)
     if model is None and ModelSource(plan.model).is_file:
-        command = command_naming(context, "package.module:function", plan_file)
+        command = command_naming("package.module:function", plan_file)
         raise typer.BadParameter(
             f"{plan_file} was planned by the profile {plan.model}, and the names of modules are "
             f"the model's own: {command}"
         )
-    model = model or model_of_plan(context, plan.model, plan_file)
+    model = model or model_of_plan(plan.model, plan_file)
     source = ModelSource.of_plan(plan, model, preset)
     captured = source.capture(source.workload(meta=True))
+    parts_of(captured, plan, exact=False)  # refuses a plan for another model
     options, chain = None, chain_of(plan, captured.graph)
     if torchtitan:
         options = torchtitan_options(plan, captured, chain)

@@ -16,6 +16,7 @@ from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
     STALENESS_WORDS,
     interrupted,
+    noting_baselines,
     plan_or_error,
     plans_among,
     ratio,
@@ -167,9 +168,8 @@ def plan(
         sync = replace(best, mode="sync", policy="")
         names = ("data-parallel", "sequential") if others and planner == "auto" else ()
         with suppress(KeyboardInterrupt):
-            flushed = flush_text(
-                dict(solve.baselines(sync, costs, cluster, names=names, **planning.search)), best
-            )
+            baselines_of = solve.baselines(sync, costs, cluster, names=names, **planning.search)
+            flushed = flush_text(dict(baselines_of))
     planned_s = time.monotonic() - began
     why = None
     if best.mode == "sync":
@@ -177,15 +177,8 @@ def plan(
             why = solve.explain(best, costs, cluster)
     if best.predicted is not None and model.file is not None:
         seconds = {name: other.figures.step_s for name, other in plans_among(others).items()}
-        chains = [s for n, s in seconds.items() if n not in ("from", "data-parallel")]
-        chains += [best.figures.step_s] * (bool(chains) and best.stage_graph.shape == "chain")
-        figures = replace(
-            best.predicted,
-            data_parallel_s=seconds.get("data-parallel"),
-            chain_s=min(chains, default=None),
-            limit=why.limit if why is not None else "",
-        )
-        save_plan(replace(best, predicted=figures), model.file)
+        limit = why.limit if why is not None else ""
+        save_plan(noting_baselines(best, seconds, limit), model.file)
     document = plan_to_dict(best) | source.facts
     document |= {"rewrites": list(best.rewrites), **tried.document()}
     document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
@@ -258,8 +251,8 @@ def gain(name: str, other: Plan, ours: Plan) -> str:
     )
 
 
-def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
-    """Compare an asynchronous plan with synchronous baselines, and say how to plan those."""
+def flush_text(flushed: Mapping[str, Plan | AnabranchError]) -> str:
+    """Name the time of synchronous baselines, and say how to plan with a flush."""
     seconds = {
         BASELINE_NAMES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
     }
@@ -267,10 +260,7 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     if not seconds:
         return how
     steps = " and ".join(f"{name} takes {time_text(step_s)}" for name, step_s in seconds.items())
-    name = min(seconds, key=lambda name: seconds[name])
-    is_quicker = seconds[name] < ours.figures.step_s * (1 - 1e-9)
-    verdict = f"; {name} is then quicker per batch than this plan" if is_quicker else ""
-    return f"with a flush, {steps} per batch{verdict}: {how}"
+    return f"with a flush, {steps} per batch: {how}"
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:
@@ -300,14 +290,5 @@ def faster(
     )
     if limit is not None and BASELINES[name]["max_replicas"] is None:
         options += " without --max-replicas"
-    if ours.mode == "async":
-        depth, own_depth = plans[name].stage_graph.depth, ours.stage_graph.depth
-        stale = (
-            f"at the same depth, {depth}, so its weights are as stale"
-            if depth == own_depth
-            else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
-        )
-        name = f"{BASELINE_NAMES[name]} without a flush"
-        return f"{name} is faster than this plan, {stale}: {options} plans it"
-    end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
-    return f"{BASELINE_NAMES[name]} is faster than this plan: {options} plans it{end}"
+    without = " without a flush" * (ours.mode == "async")
+    return f"{BASELINE_NAMES[name]}{without} is faster than this plan: {options} plans it"

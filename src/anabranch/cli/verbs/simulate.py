@@ -22,7 +22,6 @@ from anabranch.cli.output import (
     say,
     say_written,
 )
-from anabranch.cli.pages import write_page
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import PlanFile, PlannedModelSettings, PolicyName, ScheduleName
 from anabranch.cli.source import model_of_plan
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 @spread
 def simulate(
-    context: typer.Context,
     plan_file: PlanFile,
     other: PlannedModelSettings,
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
@@ -65,6 +63,7 @@ def simulate(
     """
     from anabranch import solve
     from anabranch.files import load_plan
+    from anabranch.files.jsonfile import write_text
 
     if actions and not in_json():
         raise typer.BadParameter("--actions is for --json; --report draws them, --trace lists them")
@@ -73,7 +72,7 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
-    model = model or model_of_plan(context, plan.model, plan_file)
+    model = model or model_of_plan(plan.model, plan_file)
     source, device = other.source(model, plan), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(
         device, batch_size, chosen, other.optimizer, policy=policy or plan.policy
@@ -99,19 +98,19 @@ def simulate(
             is_known = (schedule, other.cluster) == (None, None)
             shown = _compared(shown, plan if is_known else None, explained.limit)
     if trace is not None:
-        from anabranch.files.jsonfile import write_text
         from anabranch.report.chrome import trace as to_trace
 
         write_text(trace, json.dumps(to_trace(timeline, graph)))
     if report is not None:
-        from anabranch.report.figure import ReportTable, spent
-        from anabranch.report.timeline_layout import ShownTimeline
+        from anabranch.record import shown_timeline
+        from anabranch.report.html import ReportTable, page, spent
 
         tables = [spent(explanation.parts(), explanation.step_s)] if explanation is not None else []
         if simulated is not None:
             table = staleness_table(shown.policy, simulated.staleness)
             tables = [ReportTable(*table, STALENESS_WORDS)]
-        write_page(report, shown, [ShownTimeline(title, timeline, graph)], tables)
+        drawn = shown_timeline(title, timeline, graph, shown.mode)
+        write_text(report, page(shown, [drawn], tables=tables))
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
     as_planned = (plan.mode, None, None, None, plan.precision)
