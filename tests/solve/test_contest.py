@@ -9,8 +9,8 @@ from anabranch.planner.base import Runs
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.solve.contest import Contest
-from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.schedule_choice import AUTO
+from anabranch.solve.settings import SearchBudget
 from tests.simulator.helpers import cluster, cost_model
 from tests.solve.helpers import Scripted, found, two_stages, with_size
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.stages import StageGraph
 from anabranch.solve import step_search
-from anabranch.solve.improvement import SearchBudget
+from anabranch.solve.settings import SearchBudget
 from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 

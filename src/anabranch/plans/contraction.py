@@ -46,7 +46,9 @@ def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
     if not any(mask.bit_count() > 1 for mask in sets):
         return Contracted(profile, profile, tuple(1 << i for i in range(len(graph))))
     circles = strongly_connected(_after(graph, _disjoint(len(graph), sets)))
-    masks = in_order(graph, [*map(sum, circles)])
+    # Of parts that nothing orders that with the earliest operator comes first.
+    after = _after(graph, [*map(sum, circles)])
+    masks = topological_order(after, rank=lambda part: part & -part)
     return Contracted(profile, _joined(profile, masks), tuple(masks))
 
 
@@ -87,11 +89,6 @@ def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
         touched = [part for part in parts if part & mask]
         parts = [part for part in parts if not part & mask] + [sum(touched)]
     return parts
-
-
-def in_order(graph: OpGraph, parts: Sequence[int]) -> list[int]:
-    """Sort parts topologically; ties go to the part with the earliest operator."""
-    return topological_order(_after(graph, parts), rank=lambda part: part & -part)
 
 
 def _after(graph: OpGraph, parts: Sequence[int]) -> dict[int, set[int]]:

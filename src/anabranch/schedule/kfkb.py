@@ -23,7 +23,7 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.in_flight import least_in_flight, waited_for_samples, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.schedule import Action, Kind, Order, Schedule, computes_of
+from anabranch.schedule.schedule import Kind, Order, Schedule, computes_of
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ def require_in_flight(graph: StageGraph) -> None:
             )
 
 
-def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
+def per_device(graph: StageGraph, orders: Sequence[Order]) -> Schedule:
     """Return the schedule: the list of each device's stage, or of its stages merged."""
     if graph.shares_devices:
         # It loads NumPy, without which the command line lists schedules in its help.
-        from anabranch.schedule.interleave import interleave
+        from anabranch.schedule.list_passes import interleaved
 
-        return Schedule(interleave(graph, orders))
+        return Schedule(interleaved(graph, orders))
     return Schedule({device: orders[stages[0]] for device, stages in graph.stages_of.items()})

@@ -1,4 +1,6 @@
-"""The passes of a stage graph as numbers, scheduled in a list; ``zero_bubble`` says how."""
+"""The passes of a stage graph as numbers, scheduled in a list: as ``zero_bubble`` says, or in the
+orders that stages have alone (``interleaved``).
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,16 @@ class ScheduledList(NamedTuple):
 class ListPasses:
     """The passes of a stage graph: numbers of each stage's forwards, gradients of inputs (or whole
     backwards), and gradients of weights follow each other. Lanes are devices whose stages differ.
+
+    Args:
+        whole: all backwards are whole, not only those of first stages.
     """
 
-    def __init__(self, graph: StageGraph) -> None:
+    def __init__(self, graph: StageGraph, *, whole: bool = False) -> None:
         self.graph, stages = graph, range(len(graph))
         self._size = np.array([stage.microbatch_size for stage in graph.stages])
         self._count = np.array([graph.num_microbatches(s) for s in stages])
-        self._is_first = np.array([not before for before in graph.predecessors], np.int64)
+        self._is_first = np.array([whole or not before for before in graph.predecessors], np.int64)
         counts = np.repeat(self._count[:, None], 3, axis=1)
         counts[:, WEIGHTS] *= 1 - self._is_first
         self._number = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
@@ -83,13 +88,19 @@ class ListPasses:
         ]
         self._source_s = np.array(seconds, np.float64)
 
-    def scheduled(self, lengths: Lengths) -> ScheduledList:
+    def scheduled(self, lengths: Lengths, orders: Sequence[Order] = ()) -> ScheduledList:
         """Begin one pass after the other.
+
+        Args:
+            orders: of each stage, if they are given.
 
         Raises:
             InvalidScheduleError: if stages wait for each other.
         """
         seconds = self.seconds(lengths)
+        given = np.full((len(orders), max(map(len, orders), default=0)), -1)
+        for row, order in zip(given, orders, strict=True):
+            row[: len(order)] = np.where(order.columns[1] == Kind.FORWARD.number, FORWARD, GRADIENT)
         problem = ListProblem(
             self.graph.batch_size,
             self._size,
@@ -103,6 +114,7 @@ class ListPasses:
             self._source_s,
             *self._lane,
             *self._beside,
+            given,
         )
         stages, passes = len(self.graph), len(seconds)
         state = ListState(
@@ -192,6 +204,21 @@ class ListPasses:
         a, b = (self.graph.stages[x] for x in (min(s, t), max(s, t)))
         is_sent = {*a.devices} != {*b.devices}
         return a.message * a.microbatch_size * SECONDS if is_sent else 0.0
+
+
+def interleaved(graph: StageGraph, orders: Sequence[Order]) -> dict[int, Order]:
+    """Merge the orders of stages, with whole backwards, into one list per device: each begins what
+    can start first. Two devices with two stages each, in a chain, and two micro-batches::
+
+        device 0: stages 0, 2     0F0 0F1 2F0 2F1 .   .       2B0    2B1       0B0   0B1
+        device 1: stages 1, 3     .   1F0 1F1 3F0 3B0    3F1  3B1     1B0    1B1
+
+    A forward takes time in proportion to a replica's samples, a backward twice that. Of those that
+    can start together backwards come first, because they free memory, then earlier samples.
+    """
+    passes = ListPasses(graph, whole=True)
+    lengths = [(1 / n, 2 / n, 0.0, 2 / n) for n in (stage.replicas for stage in graph.stages)]
+    return passes.orders(passes.scheduled(lengths, orders))
 
 
 def _rows(rows: Iterable[Sequence[int]]) -> tuple[Ints, Ints]:

@@ -7,7 +7,6 @@ flushes and minimises the time from one mini-batch to the next.
 from __future__ import annotations
 
 from anabranch.plans.prices import bottleneck_s_per_sample
-from anabranch.simulator.ideal import ideal_step_s
 from anabranch.solve.asynchronous_simulation import Simulated, require_asynchronous, simulate_async
 from anabranch.solve.comparison import BASELINES, baselines, comparable, compare, compare_policies
 from anabranch.solve.explanation import Explanation, explain
@@ -17,7 +16,7 @@ from anabranch.solve.policy_choice import MODES, auto_policy, check_mode
 from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
 from anabranch.solve.schedule_choice import AUTO
 from anabranch.solve.search import plan
-from anabranch.solve.simulation import foreseen, simulate, synchronous
+from anabranch.solve.simulation import foreseen, ideal_step_s, simulate, synchronous
 
 __all__ = [
     "AUTO",

@@ -21,12 +21,12 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.asynchronous_simulation import prediction
+from anabranch.solve.contest import improve
 from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
-from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.phases import Phases, to_its_end
 from anabranch.solve.policy_choice import recommended, require_may_cut
-from anabranch.solve.settings import SETTINGS
+from anabranch.solve.settings import SETTINGS, SearchBudget
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
     OptimizerFacts,

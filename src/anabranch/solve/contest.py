@@ -5,7 +5,7 @@ backwards are whole or split, and in the end rows of stages pass the devices sev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from anabranch.cost import CostModel
@@ -15,7 +15,6 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
-from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.schedule_choice import (
     AUTO,
     LOOP_SCHEDULES,
@@ -23,7 +22,17 @@ from anabranch.solve.schedule_choice import (
     least_bounds,
     split_backwards,
 )
-from anabranch.solve.settings import SETTINGS
+from anabranch.solve.settings import SETTINGS, SearchBudget
+
+
+def improve(
+    judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]], budget: SearchBudget
+) -> None:
+    """Judge what lies near the best plan until that finds nothing better several times in a row."""
+    allowed, failures = judge.simulated + budget.improvement, 0
+    while judge.best is not None and failures < budget.patience and judge.simulated < allowed:
+        better = judge.consider(near(judge.best.proposal), allowed)
+        failures = 0 if better else failures + 1
 
 
 class Contest:

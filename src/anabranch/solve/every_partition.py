@@ -2,10 +2,8 @@
 
 Planners look for short steps. They may miss the few stage graphs that fit where memory holds many
 versions of the weights, or where a mini-batch has fewer micro-batches than a pipeline is deep. So
-what is small enough is cut in every way, and a larger model first brought down to so many
-operators, neighbours joined, the quickest first::
-
-    a --> b --> c --> d --> ...      a --> bc --> d --> ...       (b and c are quick)
+what is small enough is cut in every way, and a larger model first brought down to so many runs of
+its operators, with about equal work.
 
 For every partition, micro-batch size and stage: the replicas that fit memory with the versions of
 the policy; then the numbers of replicas that use all devices and make the slowest stage as quick as
@@ -23,12 +21,14 @@ from itertools import accumulate, pairwise
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
-from anabranch.graph.opgraph import OpGraph, bits
+from anabranch.graph.opgraph import bits
+from anabranch.graph.series_parallel import decompose, operators
+from anabranch.planner.even import even_runs
 from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
 from anabranch.planner.toolkit.assemble import on_exactly, stage_graph
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.planner.toolkit.problem import Problem
-from anabranch.plans.contraction import Contracted, contract, in_order
+from anabranch.plans.contraction import Contracted, contract
 from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
@@ -40,34 +40,11 @@ from anabranch.weights import WeightPolicy
 
 
 def brought_down(profile: Profile) -> Contracted:
-    """The model with at most ``MOST_OPERATORS``, by joining neighbours, the quickest pair first."""
-    graph = profile.graph
-    seconds = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
-    parts = [1 << i for i in range(len(graph))]
-    while len(parts) > MOST_OPERATORS:
-        work = [sum(seconds[i] for i in bits(part)) for part in parts]
-        x, y = min(_neighbours(graph, parts), key=lambda pair: work[pair[0]] + work[pair[1]])
-        others = (part for i, part in enumerate(parts) if i not in (x, y))
-        parts = in_order(graph, [*others, parts[x] | parts[y]])
-    return contract(profile, parts)
-
-
-def _neighbours(graph: OpGraph, parts: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of parts, in topological order, that may be joined; any two where nothing flows."""
-    home = {op: i for i, part in enumerate(parts) for op in bits(part)}
-    after = [0] * len(parts)
-    for a, b in graph.edges:
-        if home[a] != home[b]:
-            after[home[a]] |= 1 << home[b]
-    # What comes later: from the next on, and from the one after that on.
-    later, much_later = [0] * len(parts), [0] * len(parts)
-    for x in reversed(range(len(parts))):
-        for y in bits(after[x]):
-            much_later[x] |= later[y]
-        later[x] = after[x] | much_later[x]
-    # A second, longer way from one to the other would become a circle.
-    joined = [(x, y) for x in range(len(parts)) for y in bits(after[x] & ~much_later[x])]
-    return joined or [(x, y) for x in range(len(parts)) for y in range(x + 1, len(parts))]
+    """The model as at most ``MOST_OPERATORS`` runs of about equal work, branch after branch."""
+    order = [*operators(decompose(profile.graph))]
+    seconds = [profile.costs[op].forward_s[-1] + profile.costs[op].backward_s[-1] for op in order]
+    runs = even_runs(seconds, min(MOST_OPERATORS, len(order)))
+    return contract(profile, [sum(1 << op for op in order[i:j]) for i, j in runs])
 
 
 @dataclass(frozen=True)

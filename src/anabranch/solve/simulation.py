@@ -1,20 +1,24 @@
-"""Simulation of any plan: its timeline and its figures."""
+"""Simulation of any plan: its timeline and its figures, and the step that its schedule allows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
+from anabranch.graph.opgraph import OpGraph
+from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample, prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order, rule_named
-from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.run import run
+from anabranch.schedule.asynchronous import split_batches
+from anabranch.simulator import stream
+from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.run import run, step_seconds
 from anabranch.solve.asynchronous_simulation import simulate_async
 from anabranch.solve.bound import step_bound
 from anabranch.solve.policy_choice import check_mode
@@ -116,6 +120,32 @@ def checked_run(
     costs = ModelCosts(graph, cost, slower=slower or {})
     order = compute_order(graph, schedule)
     return run(graph, order, costs, period=True, messages=messages)
+
+
+def ideal_step_s(
+    plan_: Plan,
+    forward_s: Sequence[Mapping[int, float]],
+    backward_s: Sequence[Mapping[int, float]],
+    *,
+    model: OpGraph | None = None,
+) -> float:
+    """Seconds of a step whose links cost nothing: what the schedule allows for these stage times.
+
+    Of an asynchronous plan, seconds per mini-batch once the pipeline is full.
+
+    Args:
+        plan_: stages and schedule.
+        forward_s: per stage, {samples of one device's slice: seconds of a forward}.
+        backward_s: likewise.
+        model: tells stage edges that carry data or gradients from those that only order; by default
+            all do.
+    """
+    graph = plan_.stage_graph
+    edges = message_edges(graph, model) if model is not None else EVERY_EDGE
+    times = StageTimes(forward_s, backward_s, edges)
+    if plan_.mode == "async":
+        return stream.steady(split_batches(graph), times).period_s
+    return step_seconds(graph, compute_order(graph, plan_.schedule), times)
 
 
 def synchronous(plan_: Plan) -> Plan:

@@ -18,9 +18,8 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.bound import step_bound
 from anabranch.solve.contest import Contest
-from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.phases import Phase, Phases, collect, to_its_end
-from anabranch.solve.settings import SETTINGS
+from anabranch.solve.settings import SETTINGS, SearchBudget
 from anabranch.solve.simulation import checked_run, figures_of
 
 BUDGET = SearchBudget()

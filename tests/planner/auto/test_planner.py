@@ -8,8 +8,7 @@ import pytest
 import anabranch
 from anabranch.errors import InvalidPlanError
 from anabranch.planner import PLANNERS
-from anabranch.planner.auto.along_branches import along_branches
-from anabranch.planner.auto.planner import STARTS, Auto
+from anabranch.planner.auto.planner import STARTS, Auto, along_branches
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.planner.pipedream import memory, recurrence
+from anabranch.planner.pipedream.recurrence import solve, solve_in_memory
 from anabranch.planner.pipedream.terms import Terms, stages
 from anabranch.planner.toolkit.assemble import fits
 from anabranch.planner.toolkit.budget import Budget
@@ -60,7 +60,7 @@ def test_equals_the_best_plan_that_fits(
         if reference.period_s(pieces) < math.inf and fit(terms, pieces)
     ]
     least = min((period for period, _ in periods), default=math.inf)
-    found = memory.solve(terms, budget())
+    found = solve_in_memory(terms, budget())
     assert (found is None) == (least == math.inf)
     if found is not None:
         assert reference.period_s(found) == pytest.approx(least, rel=1e-6)
@@ -75,7 +75,7 @@ def test_is_the_recurrence_where_memory_is_ample(profile, devices, accumulate):
     terms = terms_for(
         profile, nodes(devices), microbatch_size=8, batch_size=32, accumulate=accumulate
     )
-    exact, found = recurrence.solve(terms, budget()), memory.solve(terms, budget())
+    exact, found = solve(terms, budget()), solve_in_memory(terms, budget())
     assert (exact is None) == (found is None)
     if exact and found:
         value = Reference(terms).period_s
@@ -88,7 +88,7 @@ def test_more_memory_is_never_slower(profile, bytes_each, more):
     """Whatever fits into less fits into more."""
     terms = terms_for(profile, nodes(4), microbatch_size=4, batch_size=16)
     some, ample = (
-        memory.solve(
+        solve_in_memory(
             replace(terms, prices=replace(terms.prices, memory_bytes=memory_bytes)), budget()
         )
         for memory_bytes in (bytes_each, bytes_each + more)

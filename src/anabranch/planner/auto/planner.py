@@ -22,15 +22,15 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
 from anabranch.graph.digraph import path_before
-from anabranch.graph.series_parallel import decompose, operators
+from anabranch.graph.series_parallel import Node, Parallel, Series, decompose, operators
 from anabranch.planner import PLANNERS
-from anabranch.planner.auto.along_branches import along_branches
 from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.search import Search, Start
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
 from anabranch.planner.base import require_options
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.contraction import in_a_row
 from anabranch.plans.stages import StageGraph
@@ -42,6 +42,11 @@ models that are nearly a row GraphPipe's are left out, which are much the same a
 
 COARSER, BRANCHES = "a coarser model", "stages along the branches"
 """Sources of starts, beside planners."""
+
+MICROBATCHES = 8
+"""Micro-batches along branches at most: of large clusters an assembly takes some hundredths of a
+second.
+"""
 
 
 @dataclass(frozen=True)
@@ -230,3 +235,42 @@ def _is_nearly_a_row(cost: CostModel) -> bool:
     seconds = np.add(*cost.op_seconds(cost.profile.samples[-1]))
     longest_s = (path_before(seconds, cost.graph.edges) + seconds).max()
     return bool(longest_s >= SETTINGS.row * seconds.sum())
+
+
+def along_branches(problem: Problem) -> StageGraph | None:
+    """The stage graph with the shortest outline, of all micro-batch sizes, that has a stage for
+    each branch and for what is before, between and behind branches; None if none fits::
+
+        a1 a2 -+            {a1 a2} -+
+        b1 b2 -+- c d                +- {c d}
+                            {b1 b2} -+
+
+    Planners that look for the shortest slowest stage cut branches where that helps, and a search by
+    small changes seldom comes back from there to whole ones.
+    """
+    masks = _branches(decompose(problem.cost.graph))
+    if not 2 < len(masks) <= problem.devices:
+        return None
+    assembled = (
+        problem.assembler(prices).assemble([Part(mask, 1) for mask in masks])
+        for prices in map(problem.prices, problem.sizes)
+        if prices.may(1) and prices.num_microbatches <= MICROBATCHES
+    )
+    fitting = [candidate for candidate in assembled if candidate is not None]
+    return min(fitting, key=lambda candidate: candidate.outline_s).graph if fitting else None
+
+
+def _branches(tree: Node) -> list[int]:
+    """Operators of each branch, and of each run without branches, as bit masks."""
+    parts, run = [], 0
+    for child in tree.children if isinstance(tree, Series) else (tree,):
+        if isinstance(child, Parallel):
+            parts += [run] * (run > 0) + [_mask(branch) for branch in child.children]
+            run = 0
+        else:
+            run |= _mask(child)
+    return [*parts, run] if run else parts
+
+
+def _mask(node: Node) -> int:
+    return sum(1 << op for op in operators(node))

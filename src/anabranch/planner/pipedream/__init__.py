@@ -1,8 +1,7 @@
 """PipeDream (Narayanan et al., SOSP 2019): the pipeline whose slowest stage is quickest.
 
 terms       the terms of the recurrence: compute, all-reduce, transfers; what a plan is
-recurrence  the recurrence, memory apart
-memory      the same on one level, with the number of stages that follow, which memory asks for
+recurrence  the recurrence, memory apart; and with it on one level, by the stages that follow
 planner     micro-batch sizes, and plans that fit
 
 Axes of tables: u and v, the states before and after a span; s, the state of a cut between them; m

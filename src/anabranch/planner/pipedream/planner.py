@@ -1,7 +1,7 @@
 """PipeDream's planner: the best plan of its recurrence for every micro-batch size.
 
-Where that plan does not fit, or the levels of the cluster allow none, ``pipedream.memory`` finds
-the best that fits with the devices as a single level on the slowest link.
+Where that plan does not fit, or the levels of the cluster allow none, it is the best that fits
+with the devices as a single level on the slowest link.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
-from anabranch.planner.pipedream import memory, recurrence
+from anabranch.planner.pipedream.recurrence import solve, solve_in_memory
 from anabranch.planner.pipedream.terms import PlannedSpan, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import fits, stage_graph
 from anabranch.planner.toolkit.budget import Budget
@@ -104,11 +104,11 @@ class PipeDream:
 
     def _best(self, terms: Terms, budget: Budget) -> StageGraph | None:
         """Return the plan with the least period that fits."""
-        spans = recurrence.solve(terms, budget)
+        spans = solve(terms, budget)
         graph = spans and self._stage_graph(terms, spans)
         if not graph:
             terms = replace(terms, tiers=flat(terms.prices.cost.cluster))
-            within = memory.solve(terms, budget)
+            within = solve_in_memory(terms, budget)
             graph = within and self._stage_graph(terms, within)
         return graph or None
 

@@ -1,8 +1,16 @@
-"""PipeDream's recurrence without memory: the pipeline with the least time of its slowest part.
+"""PipeDream's recurrence: the pipeline with the least time of its slowest part.
 
 Level by level from the devices up: within a level all spans (u, v) for one component, then for two,
 and so on; at the last level only spans from the empty state. Every number of copies that higher
 levels may make of a component has tables of its own.
+
+Memory comes in on devices of one level. A stage holds one micro-batch more than there are stages
+behind it, which the recurrence, from the first layer on, does not know yet. From the last layer on
+it is known. With e stages behind the first one of those that are left::
+
+    A_e(u, m)  =  min over s, m' of  max( T(u->s, m')  where its headroom allows e,
+                                          2 a_s / B,
+                                          A_(e-1)(s, m-m') )
 """
 
 from __future__ import annotations
@@ -30,6 +38,40 @@ def solve(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | None:
     if table.best[-1][0, -1] == np.inf:
         return None
     return recurrence.pieces(table, top, 1, (0, len(terms.states) - 1))
+
+
+def solve_in_memory(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | None:
+    """Return the plan of least period that fits, then of fewest stages; None if none fits.
+
+    Args:
+        terms: of a single level.
+
+    Raises:
+        BudgetError: if ``budget`` runs out.
+    """
+    last, total = len(terms.states) - 1, terms.devices
+    cut = terms.cut_s(0, 1)[:, None]
+    after = np.full((last + 1, total + 1), np.inf)
+    after[last, 0] = 0.0
+    periods, choices = [], []
+    for behind in range(min(last, total)):
+        best, choice = np.full_like(after, np.inf), np.zeros(after.shape, dtype=np.int64)
+        for m in filter(terms.allowed, range(1, total + 1)):
+            stage = np.maximum(terms.compute_s(m), terms.reduce_s(0, 1, m))
+            stage[terms.headroom(m) < behind] = np.inf
+            budget.spend(_prepend(stage, after, m, best, choice))
+        after = np.maximum(best, cut)
+        periods.append(best[0, total])
+        choices.append(choice)
+    behind, pieces = int(np.argmin(periods)), []
+    if periods[behind] == np.inf:
+        return None
+    u, left = 0, total
+    for choice in reversed(choices[: behind + 1]):
+        m, s = divmod(int(choice[u, left]), last + 1)
+        pieces.append(PlannedSpan(u, s, m))
+        u, left = s, left - m
+    return tuple(pieces)
 
 
 @dataclass(frozen=True)
@@ -131,4 +173,24 @@ def _join(
                             best[m, u, v] = min(best[m, u, v], max(first, stage[n, s, v]))
                 if steps > most:
                     return steps
+    return steps
+
+
+@compiled
+def _prepend(stage: Matrix, after: Matrix, m: int, best: Matrix, choice: NDArray[np.int64]) -> int:
+    """Prepend a stage on m devices: update ``best`` and its ``choice`` of m and s, [u, devices].
+
+    Returns:
+        Number of steps.
+    """
+    steps, (states, counts) = 0, best.shape
+    for u in range(states):
+        for s in range(u + 1, states):
+            if stage[u, s] < np.inf:
+                steps += counts - m
+                for devices in range(m, counts):
+                    longest = max(stage[u, s], after[s, devices - m])
+                    if longest < best[u, devices]:
+                        best[u, devices] = longest
+                        choice[u, devices] = m * states + s
     return steps
