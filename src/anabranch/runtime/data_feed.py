@@ -252,8 +252,3 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         "size, or to the next of some that Workload has as buckets (anabranch.pad_to_bucket, see "
         "docs/workloads.md), cut what is longer than all; convert what is of another type"
     )
-
-
-def samples_of(leaves: Mapping[str, Tensor]) -> int:
-    """Samples in a batch."""
-    return int(next(iter(leaves.values())).shape[0])

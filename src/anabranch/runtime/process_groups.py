@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch.device import accelerator
-from anabranch.device.host import host
+from anabranch.device.accelerator import host
 from anabranch.device.kinds import kind_of
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.attempts import begin_attempt

@@ -21,7 +21,7 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.compute.outcome import Outcome
-from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
+from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
@@ -31,6 +31,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.reference import num_samples
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -188,7 +189,7 @@ class Session:
         self._require_same_branches(self.workers)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
-        self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
+        self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
 
@@ -248,7 +249,7 @@ class Session:
                 what = f"held-out batch {number}"
                 leaves = leaves_of(self.captured, batch, self.place, what, read=workers.leaves)
                 self.begin_batch(batch)
-                size = samples_of(leaves)
+                size = num_samples(leaves)
                 with self.failing():
                     worker = self.workers.for_batch(leaves).in_evaluation.worker(size)
                     outcome = worker.run(leaves, self.feed.step_number, train=False)
