@@ -23,9 +23,9 @@ from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
+from anabranch.runtime.guards.heartbeat import watch_ranks
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
-from anabranch.runtime.guards.store_watch import watch_ranks
 from anabranch.runtime.initialisation import SEEDS, meta_names
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels

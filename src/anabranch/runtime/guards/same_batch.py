@@ -10,7 +10,7 @@ rank with other data, or a copy that has drifted away, is wrong and nothing else
     every 100 steps   copies of parameters, gathered
 
 A batch of another size has other messages, and ranks that wait for them come to no totals. So who
-watches them (``launch``, ``store_watch``) sees from outside that they have begun different ones.
+watches them (``launch``, ``StoreWatch``) sees from outside that they have begun different ones.
 """
 
 from __future__ import annotations
