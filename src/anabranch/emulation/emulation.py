@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from anabranch.cluster import Cluster
-from anabranch.cost.communication import Route
 from anabranch.emulation.shared_links import Channel, SharedLinks
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
@@ -90,10 +89,6 @@ class Emulation:
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
         self.num_messages = counts.total()
         return counts
-
-    def route(self, source: int, target: int) -> Route:
-        """The way from one rank to another."""
-        return self.costs.route(self.devices[source], self.devices[target])
 
     @property
     def sets(self) -> Collection[tuple[int, ...]]:

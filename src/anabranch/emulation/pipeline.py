@@ -183,7 +183,8 @@ class EmulatedTransport:
     def _meet(self, channel: Channel, end: int, nbytes: int) -> int:
         """Note one end of the next message of a channel; return the number of the message."""
         assert self._shared is not None
-        number, route = self._counts[channel], self._emulation.route(*channel[:2])
+        number, devices = self._counts[channel], self._emulation.devices
+        route = self._emulation.costs.route(devices[channel[0]], devices[channel[1]])
         self._counts[channel] += 1
         self._shared.meet(channel, number, end, self._clock.now, route, nbytes)
         return number

@@ -7,7 +7,6 @@ everywhere, and only numbers travel. With one device every collective is the ide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,6 @@ from anabranch.runtime.process_groups import (
     blocks_of,
     choose_backend,
     connect,
-    connection_bytes,
-    destroy,
     join,
     nccl_digest,
     new_group,
@@ -110,8 +107,11 @@ class Mesh:
             if self.backend == "nccl":
                 # What ranks tell each other by before they give their devices anything.
                 self._notices = HostNotices(*self._host_connections(_FOREVER_S))
-                self._handshake = Handshake(self.rank, self._notices, timeout)
-                self._sums = DeviceSums(self._meeting, DeviceStreams(place))
+                self._handshake = handshake = Handshake(self.rank, self._notices, timeout)
+                self._sums = DeviceSums(
+                    lambda ranks: handshake.meeting(ranks, self._sets.index(ranks)),
+                    DeviceStreams(place),
+                )
             self.barrier()
 
     @property
@@ -182,19 +182,10 @@ class Mesh:
             host.otherwise = remote
         return host, remote
 
-    def _meeting(self, ranks: Ranks) -> AbstractContextManager[None]:
-        assert self._handshake is not None
-        return self._handshake.meeting(ranks, self._sets.index(ranks))
-
     def begin_sums(self) -> None:
         """Give the device the collectives that were started; see ``DeviceSums``."""
         if self._sums is not None:
             self._sums.begin()
-
-    def connection_bytes(self, channels: Collection[Channel]) -> int:
-        """Return the bytes that this rank's GPU will need for connections to other ranks."""
-        pairs = {channel[:2] for channel in channels}
-        return connection_bytes(pairs, self.size, self.rank) if self.is_on_gpus else 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes, on all ranks of one length."""
@@ -291,7 +282,9 @@ class Mesh:
         self.failure.is_closed, self._near = True, None
         if self._handshake is not None:
             self._notices.close()
-        destroy(self._made)
+        for group in self._made:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
         self._groups.clear()
 
     def abort(self) -> None:

@@ -223,13 +223,6 @@ def run_store() -> Store:
     return store
 
 
-def destroy(groups: Collection[dist.ProcessGroup]) -> None:
-    """End groups after what they have under way."""
-    for group in groups:
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
 def abort(groups: Collection[dist.ProcessGroup]) -> None:
     """End NCCL's groups at once, all together: one may wait for the kernels of another.
 

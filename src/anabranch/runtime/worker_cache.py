@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import Split
+from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -28,7 +28,6 @@ from anabranch.runtime.measurement.clocks import clock_of
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
-from anabranch.runtime.plan_parts import parts_like
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import rule_named, schedule_of
@@ -58,7 +57,8 @@ class WorkerCache:
 
     @remembered
     def _alike(self, captured: Captured) -> WorkerCache:
-        parts = parts_like(self.parts, captured, self.plan)
+        stages = stages_like(captured, [stage.operators for stage in self.stage_graph.stages])
+        parts = split(captured, stages, exact=self.parts.exact and captured.training)
         alike = replace(self, captured=captured, parts=parts)
         alike.clock, alike.loss_scale = self.clock, self.loss_scale
         return alike

@@ -21,7 +21,7 @@ from anabranch.device.kinds import kind_of
 from anabranch.plans.plan import Plan, memory_text, ranges
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
-from anabranch.runtime.process_groups import device_digest
+from anabranch.runtime.process_groups import connection_bytes, device_digest
 
 MARGIN = 1.1
 """What is free has to be exceeded by this factor; predictions are within 10% or so."""
@@ -46,8 +46,9 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
     more = max(peaks[mesh.rank] - resident_bytes, 0)
     home = int.from_bytes(device_digest(place)[:7], "big")
     free = _free(place)
-    if free > 0:  # what is still to be connected takes from it, outside of the allocator
-        free = max(free - mesh.connection_bytes(channels(plan.stage_graph)), 0)
+    if free > 0 and mesh.is_on_gpus:  # connections will take from it, outside of the allocator
+        pairs = {channel[:2] for channel in channels(plan.stage_graph)}
+        free = max(free - connection_bytes(pairs, mesh.size, mesh.rank), 0)
     own = torch.tensor([more, given_bytes, free, home])
     problem = _beyond_host([row.tolist() for row in mesh.all_gather(own)], place.type)
     return f"{problem}; {_REMEDY}" if problem else ""
