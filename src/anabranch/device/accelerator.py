@@ -130,13 +130,11 @@ def wide(place: torch.device) -> torch.dtype:
 
 
 def synchronize(place: torch.device) -> None:
-    """Wait until a device is idle."""
     if is_on_accelerator(place):
         torch.accelerator.synchronize(place)
 
 
 def new_stream(place: torch.device) -> torch.Stream:
-    """Return a stream of a device, from torch's pool."""
     return torch.Stream(device=place)
 
 

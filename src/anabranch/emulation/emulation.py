@@ -73,11 +73,9 @@ class Emulation:
         self.shared_links = SharedLinks(channels, cluster.num_ports, self.sums)
 
     def layout(self, device: int) -> Layout:
-        """The messages of a device."""
         return Layout(self._model.graph, self._stages, self.plan.stage_graph, device)
 
     def _channels(self) -> Counter[Channel]:
-        """Channel -> messages in a step."""
         graph = self.plan.stage_graph
         counts: Counter[Channel] = Counter()
         for rank, device in enumerate(self.devices):

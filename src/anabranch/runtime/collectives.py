@@ -43,7 +43,6 @@ class Pending:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the result."""
         return self._result.shape
 
     def wait(self) -> Tensor:

@@ -224,7 +224,6 @@ class Mesh:
 
     @staged
     def start_broadcast(self, tensor: Tensor, source: int, ranks: Ranks) -> Pending:
-        """Start ``broadcast`` in the background."""
         near = partial(MessageCollectives.broadcast, tensor=tensor, source=source)
         return self._start(ranks, tensor, near, partial(dist.broadcast, tensor, source))
 

@@ -132,7 +132,6 @@ class ModelState:
 
     @property
     def names(self) -> list[str]:
-        """Names of all parameters and buffers of the model."""
         return list(self._everything())
 
     def _everything(self) -> dict[str, Tensor]:
@@ -181,7 +180,6 @@ class ModelState:
 
     @property
     def optimizer_tensors(self) -> list[Tensor]:
-        """Tensors of the optimizer's state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         return [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
 

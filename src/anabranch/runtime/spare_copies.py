@@ -113,7 +113,6 @@ class SpareCopies:
 
     @property
     def newest(self) -> Moment | None:
-        """The newest moment of which all ranks have a copy."""
         return max(filter(self._is_complete, self._moments(0)), default=None)
 
     def _moments(self, rank: int) -> list[Moment]:

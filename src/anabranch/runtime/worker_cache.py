@@ -69,7 +69,6 @@ class WorkerCache:
 
     @property
     def in_evaluation(self) -> WorkerCache:
-        """The same stages in evaluation mode."""
         return self.like(self.captured.evaluation())
 
     @cached_property
@@ -109,7 +108,6 @@ class WorkerCache:
 
     @remembered
     def worker_of(self, graph: StageGraph) -> Worker:
-        """Return the worker for a variation of the plan's stage graph."""
         return self.build(graph, self.options)
 
     @remembered

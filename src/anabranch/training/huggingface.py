@@ -329,7 +329,6 @@ def _plain(model: nn.Module) -> Any:
 
 
 def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
-    """Padding of tensors by their names."""
     config = getattr(model, "config", None)
     pad = getattr(processing_class, "pad_token_id", None)
     pad = getattr(config, "pad_token_id", None) if pad is None else pad

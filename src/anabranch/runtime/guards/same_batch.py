@@ -119,7 +119,6 @@ class RecentBatches:
         self._ints = memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q")
 
     def share(self, ints: memoryview) -> None:
-        """Keep them in memory that another process reads."""
         self._ints = ints
 
     def note(self, run: int, number: int, digest: bytes) -> None:
@@ -129,7 +128,6 @@ class RecentBatches:
 
     @property
     def numbers(self) -> list[int]:
-        """The integers as they are now."""
         return list(self._ints.tolist())
 
 
@@ -177,7 +175,6 @@ class BatchWatch:
 
 
 def _refusal(odd: str) -> str:
-    """The message for ranks that have been given different batches."""
     return (
         f"{odd} another batch than the others, in its names, sizes or values; "
         "every rank has to be given the same whole batch, of which it takes its slices: give all "

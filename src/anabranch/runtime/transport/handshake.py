@@ -113,7 +113,6 @@ class HostNotices:
                 return notices
 
     def close(self) -> None:
-        """Break the connections."""
         if (transport := self._near or self._far) is not None:
             transport.close()
 
@@ -287,7 +286,6 @@ class Handshake:
                 self.progress(left, ranks)
 
     def wait_given(self, half: Half) -> None:
-        """Wait until the device has a half."""
         peer = (self._peer(half.channel),)
         self.wait_for(lambda: () if half.is_given else peer)
 

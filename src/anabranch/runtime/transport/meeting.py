@@ -51,7 +51,6 @@ class Event(FileIO):
         os.eventfd_write(self.fileno(), 1)
 
     def clear(self) -> None:
-        """Reset the event."""
         self.read(8)
 
 
