@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
-from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending, staged
+from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
@@ -196,44 +196,38 @@ class Mesh:
         """Sum over all ranks, in place."""
         return self.start_all_reduce(tensor).wait()
 
-    @staged
     def start_all_reduce(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
         """Start to sum over the ranks of a set (by default all), in place and in the background.
         Ranks of one set start their collectives in one order.
         """
-        near = partial(MessageCollectives.all_reduce, tensor=tensor)
-        return self._start(ranks, tensor, near, partial(dist.all_reduce, tensor))
+        return self._start(ranks, tensor, MessageCollectives.all_reduce, dist.all_reduce)
 
-    @staged
     def start_reduce(self, tensor: Tensor, ranks: Ranks, target: int) -> Pending:
         """Start to sum for one rank of a set, in place; others are left with anything."""
-        near = partial(MessageCollectives.reduce, tensor=tensor, target=target)
-        return self._start(ranks, tensor, near, partial(dist.reduce, tensor, target))
+        near = partial(MessageCollectives.reduce, target=target)
+        return self._start(ranks, tensor, near, partial(dist.reduce, dst=target))
 
-    @staged
     def start_all_gather(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
         """Stack the tensors of a set, which have one shape, in the background: the result has a row
         for each rank.
         """
         chosen = self._everyone if ranks is None else ranks
-        rows = tensor.new_empty((len(chosen), *tensor.shape))
-        rows[chosen.index(self.rank)] = tensor
-        near = partial(MessageCollectives.all_gather, rows=rows)
-        call = partial(dist.all_gather, list(rows.unbind(0)), tensor)
-        return self._start(ranks, tensor, near, call, rows)
+        rows, own = tensor.new_empty((len(chosen), *tensor.shape)), chosen.index(self.rank)
+        rows[own] = tensor
 
-    @staged
+        def call(rows: Tensor, **options: Any) -> Any:
+            return dist.all_gather(list(rows.unbind(0)), rows[own], **options)
+
+        return self._start(ranks, rows, MessageCollectives.all_gather, call)
+
     def start_broadcast(self, tensor: Tensor, source: int, ranks: Ranks) -> Pending:
-        near = partial(MessageCollectives.broadcast, tensor=tensor, source=source)
-        return self._start(ranks, tensor, near, partial(dist.broadcast, tensor, source))
+        near = partial(MessageCollectives.broadcast, source=source)
+        return self._start(ranks, tensor, near, partial(dist.broadcast, src=source))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Ranks | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place."""
-        sent = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
         # Whole models travel so, for which shared memory would be kept for good.
-        self._start(ranks, sent, None, partial(dist.broadcast, sent, source)).wait()
-        if sent is not tensor:
-            tensor.copy_(sent)
+        self._start(ranks, tensor, None, partial(dist.broadcast, src=source)).wait()
 
     def _start(
         self,
@@ -241,30 +235,33 @@ class Mesh:
         tensor: Tensor,
         near: Callable[..., Pending] | None,
         call: Callable[..., dist.Work | None],
-        result: Tensor | None = None,
     ) -> Pending:
-        """Start a collective of a set of ranks, by default of all.
+        """Start a collective of a set of ranks, by default of all, which changes a tensor in place;
+        one of a device that Gloo does not take goes through the memory of the host.
 
         Args:
             near: the same by messages, where that may be faster; see ``MessageCollectives``.
             call: begins it in a process group.
-            result: by default the tensor.
         """
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
-        result = tensor if result is None else result
         if len(chosen) == 1:
-            return Pending(result)
+            return Pending(tensor)
         if self.failure.is_closed:
             raise PeerLostError("this rank has broken its connections")
-        if near and self._near and MessageCollectives.are_faster(tensor, len(chosen)):
+        own = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
+        begin: Any = partial(call, own, group=self._groups[key], async_op=True)
+        if near and self._near and MessageCollectives.are_faster(own, len(chosen)):
             # Collectives of one set start in one order, those of different sets do not.
             tag = -1 - sorted(self._groups).index(key)
-            return near(self._near, ranks=chosen, tag=tag)
-        begin: Any = partial(call, group=self._groups[key], async_op=True)
-        if self._sums is not None and key and accelerator.is_on_accelerator(tensor.device):
-            return self._sums.add(key, result, begin)
-        progress = None if self._handshake is None else self._handshake.progress
-        return Pending(result, guarded(begin), progress=progress)
+            pending = near(self._near, own, ranks=chosen, tag=tag)
+        elif self._sums is not None and key and accelerator.is_on_accelerator(own.device):
+            pending = self._sums.add(key, own, begin)
+        else:
+            progress = None if self._handshake is None else self._handshake.progress
+            pending = Pending(own, guarded(begin), progress=progress)
+        if own is tensor:
+            return pending
+        return Pending(tensor, finish=lambda: tensor.copy_(pending.wait()))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have one shape."""
