@@ -141,7 +141,12 @@ class Mesh:
         """
         if self.size == 1:
             return None
-        through_host = self._host_transport()
+        host, remote = self._host_connections(self._timeout)
+        through_host = host or remote
+        assert through_host is not None
+        if remote is None and self._near is None and self._handshake is None:
+            self._near = MessageCollectives(through_host, self.rank)
+        self.barrier()
         if not accelerator.is_on_accelerator(place) or not channels or self.backend != "nccl":
             return through_host
         pairs = sorted({channel[:2] for channel in channels})
@@ -157,15 +162,6 @@ class Mesh:
         assert self._handshake is not None
         timeout, handshake = self._timeout, self._handshake
         return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
-
-    def _host_transport(self) -> Transport:
-        host, remote = self._host_connections(self._timeout)
-        transport = host or remote
-        assert transport is not None
-        if remote is None and self._near is None and self._handshake is None:
-            self._near = MessageCollectives(transport, self.rank)
-        self.barrier()
-        return transport
 
     def _host_connections(
         self, timeout: float

@@ -149,14 +149,11 @@ class Segment:
                 return chunk, index
         # As many as there are already, so that any number is found in few chunks.
         count = sum(chunk.num_blocks for chunk in chunks)
-        chunk = self._grow(block_bytes, min(max(count, 4), _MOST_BLOCKS))
-        chunks.append(chunk)
-        return chunk, chunk.take()
-
-    def _grow(self, block_bytes: int, num_blocks: int) -> Chunk:
+        num_blocks = min(max(count, 4), _MOST_BLOCKS)
         offset, self._end = self._end, self._end + chunk_bytes(block_bytes, num_blocks)
         os.ftruncate(self.file, self._end)
-        return Chunk(self.file, offset, block_bytes, num_blocks)
+        chunks.append(chunk := Chunk(self.file, offset, block_bytes, num_blocks))
+        return chunk, chunk.take()
 
     def close(self) -> None:
         """Let go of the file; what others have of it stays."""
