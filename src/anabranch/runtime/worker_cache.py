@@ -130,24 +130,18 @@ class WorkerCache:
             for s in graph.stages_of.get(mesh.device, ())
             for name, parameter in self.parts.parameters(s).items()
         }
-        return Worker(
+        compute = StageCompute(
             layout,
             graph,
-            schedule,
-            mesh.device,
-            StageCompute(
-                layout,
-                graph,
-                parameters,
-                prepared,
-                seed=self.seed,
-                loss_scale=self.loss_scale if options == self.options else None,
-                split=schedule.split_stages,
-            ),
-            self.transport,
-            self.stage_graph.rank_of,
-            self.place,
-            self.clock,
+            parameters,
+            prepared,
+            seed=self.seed,
+            loss_scale=self.loss_scale if options == self.options else None,
+            split=schedule.split_stages,
+        )
+        transport, rank_of, place = self.transport, self.stage_graph.rank_of, self.place
+        return Worker(
+            layout, graph, schedule, mesh.device, compute, transport, rank_of, place, self.clock
         )
 
 
