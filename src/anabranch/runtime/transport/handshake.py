@@ -45,10 +45,10 @@ from anabranch.runtime.transport.base import Channel, lost
 from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
 
-_TAG = 1 << 30
-"""Of notices, beside other messages of a transport."""
+_NOTICE_TAG = 1 << 30
+"""Tag of notices, beside other messages of a transport."""
 
-_RECORD = struct.Struct("<qqq")
+_PACKED_NOTICE = struct.Struct("<qqq")
 
 
 class Word(IntEnum):
@@ -89,11 +89,11 @@ class HostNotices:
 
     def tell(self, rank: int, notice: Notice) -> None:
         """Tell another rank, without waiting; ``notice.rank`` is this one's."""
-        packed = _RECORD.pack(notice.word, notice.number, notice.from_sender)
+        packed = _PACKED_NOTICE.pack(notice.word, notice.number, notice.from_sender)
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         transport = self._near or self._far
         assert transport is not None
-        transport.send([message], rank, _TAG)
+        transport.send([message], rank, _NOTICE_TAG)
 
     def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         """Return what has come; wait for something if ``wait_s`` is not 0.
@@ -107,7 +107,7 @@ class HostNotices:
             if self._near is not None:
                 # Where notices come in both ways, each is looked at every millisecond.
                 near_s = wait_s if self._far is None else min(wait_s, 1e-3)
-                arrived = self._near.arrivals(_TAG, 0.0 if notices else near_s, ranks)
+                arrived = self._near.arrivals(_NOTICE_TAG, 0.0 if notices else near_s, ranks)
                 notices += [_notice(rank, bytes(data)) for rank, data in arrived]
             if notices or time.monotonic() >= deadline:
                 return notices
@@ -136,8 +136,8 @@ class HostNotices:
         group = self._far.group
         try:
             while True:
-                data = torch.empty(_RECORD.size, dtype=torch.uint8)
-                rank = dist.recv(data, None, group=group, tag=_TAG)
+                data = torch.empty(_PACKED_NOTICE.size, dtype=torch.uint8)
+                rank = dist.recv(data, None, group=group, tag=_NOTICE_TAG)
                 self._from_far.put(_notice(rank, data.numpy().tobytes()))
         except RuntimeError as error:
             self._from_far.put(lost(error))
@@ -146,7 +146,7 @@ class HostNotices:
 
 
 def _notice(rank: int, packed: bytes) -> Notice:
-    word, number, from_sender = _RECORD.unpack(packed)
+    word, number, from_sender = _PACKED_NOTICE.unpack(packed)
     return Notice(rank, Word(word), number, bool(from_sender))
 
 
