@@ -167,10 +167,10 @@ class Mesh:
         self, timeout: float
     ) -> tuple[HostTransport | None, ProcessGroupTransport | None]:
         """Return a transport to ranks of this host, and one to others, which the first uses."""
-        meeting = meet(self.rank, self.all_gather_bytes)
-        host = HostTransport(meeting, self._timeout) if meeting.peers else None
+        segment, peers = meet(self.rank, self.all_gather_bytes)
+        host = None if segment is None else HostTransport(segment, peers, self._timeout)
         # A group is made by all ranks together, also by one that does not need it.
-        lacks = len(meeting.peers) < self.size - 1
+        lacks = len(peers) < self.size - 1
         if not any(map(any, self.all_gather_bytes(bytes([lacks])))):
             return host, None
         remote = ProcessGroupTransport(new_group(self._everyone, timeout), timeout)

@@ -77,16 +77,10 @@ class Peer:
             end.close()
 
 
-@dataclass
-class Meeting:
-    """Connections to the ranks of one host; without a segment there are none."""
-
-    segment: Segment | None
-    peers: dict[int, Peer]
-
-
-def meet(rank: int, exchange: Exchange) -> Meeting:
-    """Connect this rank to the others of its host; all ranks of the run call it."""
+def meet(rank: int, exchange: Exchange) -> tuple[Segment | None, dict[int, Peer]]:
+    """Connect this rank to the others of its host, and return them with the memory that this rank
+    writes; None where there are no others. All ranks of the run call it.
+    """
     name = secrets.token_bytes(_NAME_BYTES)
     segment, listener = _opened(name)
     own = bytes(_HOST_BYTES) if segment is None else _host_digest()
@@ -119,7 +113,7 @@ def meet(rank: int, exchange: Exchange) -> Meeting:
     if segment is not None and not peers:  # nobody would close it
         segment.close()
         segment = None
-    return Meeting(segment, peers)
+    return segment, peers
 
 
 def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:
