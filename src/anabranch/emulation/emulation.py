@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from anabranch.cluster import Cluster
-from anabranch.emulation.shared_links import Channel, SharedLinks
+from anabranch.emulation.shared_links import SharedLinks
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.edges import edge_values
@@ -20,6 +20,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.remembered import remembered
 from anabranch.runtime.messages import Layout
+from anabranch.runtime.transport import Channel
 from anabranch.runtime.worker import executed
 from anabranch.schedule import schedule_of
 from anabranch.simulator.costs import ModelCosts
@@ -82,7 +83,8 @@ class Emulation:
             layout = self.layout(device)
             for action in executed(self.schedule, graph, device):
                 if action.kind.is_receive:
-                    counts[graph.rank_of[action.peer], rank, layout.tag(action)] += 1
+                    sender = graph.rank_of[action.peer]
+                    counts[Channel(sender, rank, layout.tag(action))] += 1
                     items = layout.items(action)
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
         self.num_messages = counts.total()

@@ -22,12 +22,12 @@ from torch import Tensor
 from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.compute import EmulatedCompute, EmulatedSums
 from anabranch.emulation.emulation import Emulation, require_time_scale
-from anabranch.emulation.shared_links import POSTED, SENT, Channel
+from anabranch.emulation.shared_links import POSTED, SENT
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.transport import Receipt, Spec, Transport
+from anabranch.runtime.transport import Channel, Receipt, Spec, Transport
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Span, Timeline
 
@@ -158,7 +158,7 @@ class EmulatedTransport:
             self._inner.send(tensors, rank, tag)
             return
         self._clock.charge()
-        self._meet((self._rank, rank, tag), SENT, sum(tensor.nbytes for tensor in tensors))
+        self._meet(Channel(self._rank, rank, tag), SENT, sum(tensor.nbytes for tensor in tensors))
         self._inner.send(tensors, rank, tag)
         self._clock.resume()
 
@@ -166,7 +166,7 @@ class EmulatedTransport:
         if self._shared is None:
             return _TimedReceipt(self._inner.receive(specs, device, rank, tag), self._clock)
         self._clock.charge()
-        channel = rank, self._rank, tag
+        channel = Channel(rank, self._rank, tag)
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
         arrival = partial(self._shared.arrival, channel, self._meet(channel, POSTED, nbytes))
         receipt = self._inner.receive(specs, device, rank, tag)
@@ -177,7 +177,7 @@ class EmulatedTransport:
         """Note one end of the next message of a channel; return the number of the message."""
         assert self._shared is not None
         number, devices = self._counts[channel], self._emulation.devices
-        route = self._emulation.costs.route(devices[channel[0]], devices[channel[1]])
+        route = self._emulation.costs.route(devices[channel.sender], devices[channel.receiver])
         self._counts[channel] += 1
         self._shared.meet(channel, number, end, self._clock.now, route, nbytes)
         return number
