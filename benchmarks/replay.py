@@ -29,8 +29,9 @@ from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
-from anabranch.runtime.data_feed import leaves_of, samples_of
+from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.messages import Layout
+from anabranch.runtime.reference import num_samples
 from anabranch.schedule.asynchronous import full_pipeline
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.weights.version_tracker import predicts
@@ -154,7 +155,7 @@ class Replay:
     def begin(self, number: int, batch: Batch) -> _Unit:
         """A mini-batch enters."""
         leaves = leaves_of(self._captured, batch, self._prepared.place)
-        samples = samples_of(leaves)
+        samples = num_samples(leaves)
         compute = self.compute_for(samples)
         outcome = compute.begin(leaves, number, train=True)
         passes = len(self.graph) * self._microbatches

@@ -8,7 +8,6 @@ from anabranch.cost import CostModel
 from anabranch.emulation.rehearsal import REHEARSING, Rehearsal, _WithRuntime, rehearse
 from anabranch.errors import InvalidPlanError
 from anabranch.solve import simulate
-from anabranch.timeline import Timeline
 from tests.emulation.models import chain, job, machines
 
 
@@ -54,9 +53,7 @@ def test_more_is_late_than_a_step_can_bear() -> None:
     run = _run(plan, (1.0, 1.0, 2.0))
 
     def late(*late_s: float) -> Rehearsal:
-        idle = Timeline((), (0,), "measured", 1.0, {})
-        measured = run.step_s, (1.0, 1.0, 1.0), late_s, 0.0, 1.0, idle
-        return Rehearsal(*measured, run, 1.0, "modelled", 0, 0)
+        return Rehearsal(run, (1.0, 1.0, 1.0), late_s, 0.0, 1.0, 1.0, "modelled", 0, 0)
 
     assert late(0.0, 0.029, 0.9).keeps_up
     assert not late(0.0, 0.031, 0.9).keeps_up

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from anabranch.cost.communication import Route
 from anabranch.emulation.shared_links import POSTED, SENT, SharedLinks
+from anabranch.runtime.transport import Channel
 from anabranch.simulator.sums import Sum
 
-AB, AC = (0, 1, 0), (0, 2, 0)
+AB, AC = Channel(0, 1, 0), Channel(0, 2, 0)
 
 
 def summed(ranks: int, seconds: float) -> Sum:

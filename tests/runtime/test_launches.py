@@ -18,7 +18,6 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.workload import NamedParameters, Workload
@@ -149,14 +148,3 @@ def test_nor_without_a_flush(policy: str) -> None:
         return launches.counts
 
     shallow_and_deep(counts, 2)
-
-
-def test_nor_the_digest_of_copies() -> None:
-    """Small ones are put together."""
-    counts = []
-    for number in (3, 40):
-        tensors = [torch.full((5, i + 1), float(i)) for i in range(number)]
-        with Launches() as launches:
-            copies_digest(tensors)
-        counts.append(launches.counts)
-    assert counts[0] == counts[1]

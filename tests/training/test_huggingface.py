@@ -24,7 +24,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.multimodal import multimodal_batch
 from anabranch.training import SaveEvery
-from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
+from anabranch.training.huggingface import Trainer
 from anabranch.training.trainer_arguments import TrainerArguments
 from benchmarks.architectures import multimodal
 from benchmarks.architectures.models import ARCHITECTURES, build
@@ -131,7 +131,7 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     def rank() -> tuple[tuple[float, ...], list[Any]]:
         from anabranch.training import train
 
-        options = training_options(args, workload)
+        options = trainer.training_options()
         run = train(
             workload, chosen, captured=captured, check_gradients=False,
             callbacks=[seen.append], **options,
@@ -148,14 +148,15 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
     assert not any(info.values())
     # Steps of a checkpoint count: six updates have four batches left, four have none.
     again = arguments(output_dir="", resume_from_checkpoint=str(tmp_path / "out"), max_steps=6)
-    assert training_options(again, workload)["steps"] == 4
+    trainer.args = again
+    assert trainer.training_options()["steps"] == 4
     again.max_steps = 4
     with pytest.raises(TrainingError, match=r"nothing is left to do: .* has 8 of 8 steps"):
-        training_options(again, workload)
+        trainer.training_options()
     # As Hugging Face's train(resume_from_checkpoint=...), where True is the newest.
-    named = arguments(output_dir=str(tmp_path / "out"), max_steps=6)
+    trainer.args = arguments(output_dir=str(tmp_path / "out"), max_steps=6)
     for resume in (True, tmp_path / "out"):
-        options = training_options(named, workload, resume)
+        options = trainer.training_options(resume)
         assert (options["steps"], options["resume"]) == (4, tmp_path / "out")
 
 
@@ -177,22 +178,25 @@ def test_arguments_are_counted_in_batches():
     """``Trainer`` counts updates; an epoch has five batches of eight here."""
     model, _ = build("Bert")
     args = arguments(max_steps=-1, eval_strategy="epoch", output_dir="out", save_steps=3)
-    workload = workload_of(
-        model, args, Sentences(), devices=2, data_collator=collate, eval_dataset=Sentences(8)
-    )
-    options = training_options(args, workload)
-    assert batch_size(args, 2) == workload.batch_size == BATCH
+    trainer = Trainer(model, args, collate, Sentences(), Sentences(8), devices=2)
+
+    def options_of(args: Any) -> dict[str, Any]:
+        trainer.args = args
+        return trainer.training_options()
+
+    options = options_of(args)
+    assert trainer.workload.batch_size == BATCH
     assert (options["steps"], options["accumulate"], options["evaluate_every"]) == (10, 2, 5)
     assert (options["save"], options["save_every"]) == (Path("out"), SaveEvery(6, keep=3))
-    shares = training_options(arguments(eval_steps=0.5, save_steps=0.3, output_dir="out"), workload)
+    shares = options_of(arguments(eval_steps=0.5, save_steps=0.3, output_dir="out"))
     assert (shares["evaluate_every"], shares["save_every"].steps) == (4, 4)
     part = arguments(max_steps=-1, num_train_epochs=0.5)  # two batches and a half: three
-    assert training_options(part, workload)["steps"] == 3
+    assert options_of(part)["steps"] == 3
     # Accumulation goes on across epochs: 15 batches are 4 updates of 4, over which the rate falls.
     long = arguments(max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=4)
     assert TrainerArguments.of(long).updates(5) == 4
-    assert training_options(arguments(bf16=True), workload)["compute"].precision == "bf16"
-    assert "save" not in training_options(arguments(save_strategy="no"), workload)
+    assert options_of(arguments(bf16=True))["compute"].precision == "bf16"
+    assert "save" not in options_of(arguments(save_strategy="no"))
 
 
 def test_what_is_not_taken_over_is_refused():
@@ -200,23 +204,24 @@ def test_what_is_not_taken_over_is_refused():
     and arguments that only Hugging Face's ``Trainer`` has, each with a way on.
     """
     model, _ = build("Bert")
-    options: Any = {"devices": 2, "data_collator": collate}
+
+    def trainer(args: Any, size: int = SAMPLES, **options: Any) -> Trainer:
+        return Trainer(model, args, collate, Sentences(size), devices=2, **options)
+
     with pytest.raises(ValueError, match="label_smoothing_factor, torch_compile: arguments of"):
-        workload_of(
-            model, arguments(label_smoothing_factor=0.1, torch_compile=True), Sentences(), **options
-        )
+        trainer(arguments(label_smoothing_factor=0.1, torch_compile=True))
     for name in ("adamw_torch_8bit", "adafactor"):
         other = arguments(optim=name)
         with pytest.raises(ValueError, match=f"optimizer {name} is not taken over"):
-            workload_of(model, other, Sentences(), **options)
-    assert workload_of(model, other, Sentences(), optimizer=sgd, **options).optimizer is sgd
+            trainer(other)
+    assert trainer(other, optimizer=sgd).workload.optimizer is sgd
     with pytest.raises(ValueError, match="save_strategy best is not taken over"):
-        workload_of(model, arguments(save_strategy="best"), Sentences(), **options)
+        trainer(arguments(save_strategy="best"))
     other = arguments(lr_scheduler_type="reduce_lr_on_plateau")
     with pytest.raises(ValueError, match="reduce_lr_on_plateau needs a metric"):
-        workload_of(model, other, Sentences(), **options)
+        trainer(other)
     with pytest.raises(ValueError, match="has 4 samples, and a batch 8"):
-        workload_of(model, arguments(), Sentences(4), **options)
+        trainer(arguments(), 4)
     data: Any = (model, arguments(), collate, Sentences())
     strange: Any = {"optimizers": (None, None), "nonsense": 1}
     with pytest.raises(TypeError, match=r"optimizers: give optimizer=.*nonsense: there is no such"):

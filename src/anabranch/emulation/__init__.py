@@ -15,11 +15,10 @@ rank has no parameters, no loss and no optimizer.
 rehearsal     a run of some steps: what ``anabranch rehearse`` does
 emulation     plan, prices, order of messages and shared memory, made before the ranks are forked;
               stages without content, with messages of the right size
-pipeline      one rank
+pipeline      one rank, and its messages, which take as long as on the cluster or on this machine
 clock         the time of a device, whatever the host is doing
 shared_links  memory that all ranks share: when messages arrive, until when links are busy
 compute       passes and sums of gradients that take as long as they would
-transports    messages that take as long as on the cluster, or as they do on this machine
 
 Prices are the simulator's (``simulator.costs``), so what differs between a prediction and an
 emulated step is what the runtime does, not what a link costs.

@@ -53,12 +53,10 @@ class DeviceClock:
         self._cpu = time.thread_time()
 
     def pass_by(self, seconds: float) -> None:
-        """Let device time pass."""
         self.now += seconds
         self.pace()
 
     def meet(self, at: float) -> None:
-        """Wait until the device's time is at least this."""
         self.now = max(self.now, at)
         self.pace()
 

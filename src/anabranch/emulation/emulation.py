@@ -10,8 +10,7 @@ import torch
 from torch import fx, nn
 
 from anabranch.cluster import Cluster
-from anabranch.cost.communication import Route
-from anabranch.emulation.shared_links import Channel, SharedLinks
+from anabranch.emulation.shared_links import SharedLinks
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.edges import edge_values
@@ -21,6 +20,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.remembered import remembered
 from anabranch.runtime.messages import Layout
+from anabranch.runtime.transport import Channel
 from anabranch.runtime.worker import executed
 from anabranch.schedule import schedule_of
 from anabranch.simulator.costs import ModelCosts
@@ -74,26 +74,21 @@ class Emulation:
         self.shared_links = SharedLinks(channels, cluster.num_ports, self.sums)
 
     def layout(self, device: int) -> Layout:
-        """The messages of a device."""
         return Layout(self._model.graph, self._stages, self.plan.stage_graph, device)
 
     def _channels(self) -> Counter[Channel]:
-        """Channel -> messages in a step."""
         graph = self.plan.stage_graph
         counts: Counter[Channel] = Counter()
         for rank, device in enumerate(self.devices):
             layout = self.layout(device)
             for action in executed(self.schedule, graph, device):
                 if action.kind.is_receive:
-                    counts[graph.rank_of[action.peer], rank, layout.tag(action)] += 1
+                    sender = graph.rank_of[action.peer]
+                    counts[Channel(sender, rank, layout.tag(action))] += 1
                     items = layout.items(action)
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
         self.num_messages = counts.total()
         return counts
-
-    def route(self, source: int, target: int) -> Route:
-        """The way from one rank to another."""
-        return self.costs.route(self.devices[source], self.devices[target])
 
     @property
     def sets(self) -> Collection[tuple[int, ...]]:

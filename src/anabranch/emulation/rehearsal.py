@@ -44,37 +44,25 @@ REHEARSING = Rehearsing()
 
 
 @dataclass(frozen=True)
-class EmulatedSteps:
-    """Steps of the emulated devices, in their seconds.
+class Rehearsal:
+    """Result of a rehearsal, in seconds of the emulated devices.
 
     Attributes:
-        wall_s: as the wall clock showed them.
-        device_step_s: by the devices' own clocks.
+        run: its steps as the wall clock showed them, with the timeline of the median one.
+        device_step_s: the same steps by the devices' own clocks.
         late_s: per step, by how much a rank was late at worst.
         runtime_s: CPU time of the runtime for each forward or backward on this machine, as a mean
             of all ranks, in the step before these.
-        time_scale: wall seconds per second of the devices.
-        timeline: of the median step.
-    """
-
-    wall_s: tuple[float, ...]
-    device_step_s: tuple[float, ...]
-    late_s: tuple[float, ...]
-    runtime_s: float
-    time_scale: float
-    timeline: Timeline
-
-
-@dataclass(frozen=True)
-class Rehearsal(EmulatedSteps):
-    """Result of a rehearsal.
-
-    Attributes:
         with_runtime_s: the predicted step if each pass takes longer by ``runtime_s``.
+        time_scale: wall seconds per second of the devices.
     """
 
     run: Run
+    device_step_s: tuple[float, ...]
+    late_s: tuple[float, ...]
+    runtime_s: float
     with_runtime_s: float
+    time_scale: float
     links: Links
     message_bytes: int
     num_messages: int
@@ -88,7 +76,7 @@ class Rehearsal(EmulatedSteps):
     def late(self) -> float:
         """Median share of a step by which a rank was late at worst."""
         return statistics.median(
-            late / step for late, step in zip(self.late_s, self.wall_s, strict=True)
+            late / step for late, step in zip(self.late_s, self.run.step_s, strict=True)
         )
 
     @property
@@ -150,26 +138,31 @@ def rehearse(
     emulation = Emulation(plan, profile, machines, links=links)
     fixed = 1.0 if links == "host" else time_scale
 
-    def rank() -> EmulatedSteps:
+    def rank() -> tuple[list[_Step], float, float]:
         return _measure(emulation, steps, fixed, timeout, watch)
 
-    measured = launch.run(rank, len(emulation.devices))[0]
+    measured, runtime_s, scale = launch.run(rank, len(emulation.devices))[0]
+    step_s, device_step_s, late_s, timelines = zip(*measured, strict=True)
+    middle = sorted(range(steps), key=step_s.__getitem__)[steps // 2]
     run = Run(
         plan=plan,
         losses=(),
-        step_s=measured.wall_s,
+        step_s=step_s,
         ideal_step_s=_ideal(emulation, profile),
-        timelines=(("predicted", predicted), ("emulated", measured.timeline)),
+        timelines=(("predicted", predicted), ("emulated", timelines[middle])),
     )
     costs = emulation.costs
-    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=measured.runtime_s)
+    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=runtime_s)
     return Rehearsal(
-        **vars(measured),
-        run=run,
-        with_runtime_s=step_seconds(costs.graph, emulation.schedule, slower),
-        links=links,
-        message_bytes=emulation.message_bytes,
-        num_messages=emulation.num_messages,
+        run,
+        device_step_s,
+        late_s,
+        runtime_s,
+        step_seconds(costs.graph, emulation.schedule, slower),
+        scale,
+        links,
+        emulation.message_bytes,
+        emulation.num_messages,
     )
 
 
@@ -186,31 +179,31 @@ class _WithRuntime(ModelCosts):
         return forward + besides_s, backward + besides_s
 
 
+_Step = tuple[float, float, float, Timeline]
+"""Seconds by the wall clock and by the devices', seconds late at worst, and the timeline."""
+
+
 def _measure(
     emulation: Emulation,
     steps: int,
     time_scale: float | None,
     timeout: float,
     watch: Callable[[int, int], None] | None,
-) -> EmulatedSteps:
-    """On each rank: find a time scale, then run the steps; the median one's timeline is kept."""
+) -> tuple[list[_Step], float, float]:
+    """On each rank: find a time scale, then run the steps; with the runtime's seconds per pass."""
     pipe = EmulatedPipeline(emulation, time_scale=time_scale or 1.0, timeout=timeout)
     pipe.step()
     if time_scale is None:
         _slow_down(pipe)
     runtime_s = pipe.runtime_s
-    results: list[tuple[float, float, float, Timeline]] = []
+    results: list[_Step] = []
     for done in range(steps):
         seconds = pipe.step(record=True)
         assert pipe.timeline is not None
         results.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
-    wall_s, device_step_s, late_s, timelines = zip(*results, strict=True)
-    middle = sorted(range(steps), key=wall_s.__getitem__)[steps // 2]
-    return EmulatedSteps(
-        wall_s, device_step_s, late_s, runtime_s, pipe.time_scale, timelines[middle]
-    )
+    return results, runtime_s, pipe.time_scale
 
 
 def _slow_down(pipe: EmulatedPipeline) -> None:

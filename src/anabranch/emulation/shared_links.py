@@ -27,10 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost.communication import Route
+from anabranch.runtime.transport import Channel
 from anabranch.simulator.sums import Sum
-
-Channel = tuple[int, int, int]
-"""Sending rank, receiving rank, tag."""
 
 _PERIODS = 24
 """Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
@@ -71,7 +69,7 @@ class SharedLinks:
     def clear(self, rank: int) -> None:
         """Forget the last step; every rank does its part, and a barrier has to follow."""
         for channel, rows in self._of_channel.items():
-            if channel[1] == rank:
+            if channel.receiver == rank:
                 self._messages[rows] = _NEVER
         if rank == 0:
             self._periods[:], self._started[:] = math.inf, 0.0
@@ -115,7 +113,6 @@ class SharedLinks:
         return end
 
     def give(self, number: int, at: float) -> None:
-        """A rank's gradients of a sum are final."""
         gradients = self._gradients[number]
         with self._lock:
             gradients[0] -= 1
@@ -151,7 +148,6 @@ class SharedLinks:
             started[:] = started[0] + 1, self.occupy(work.ports, at, work.seconds)
 
     def _next_start(self, queue: int) -> tuple[float, int]:
-        """Return the start of the next all-reduce of a queue; infinite if unknown."""
         started, free = self._started[queue].tolist()
         if started == len(self._queues[queue]):
             return math.inf, queue

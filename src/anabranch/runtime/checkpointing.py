@@ -168,7 +168,6 @@ class Checkpointing:
             scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
 
     def progress(self) -> Progress:
-        """Return where training is."""
         feed, scale = self.feed, self.workers.loss_scale
         return Progress(
             step=feed.step_number,
@@ -201,7 +200,6 @@ class Checkpointing:
         return state
 
     def _warn_of_other_batches(self, progress: Progress) -> None:
-        """Warn that batches are not as large as those before the checkpoint."""
         before, now = progress.batch_size, self._batch_size
         if before in (0, now):
             return
@@ -217,7 +215,6 @@ class Checkpointing:
         )
 
     def _warn_of_other_updates(self, progress: Progress) -> None:
-        """Warn that updates are not of as many batches as those before the checkpoint."""
         before, now = progress.accumulate, self.accumulate
         if before not in (0, now):
             warnings.warn(

@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport import Receipt, Transport, guarded
 from anabranch.runtime.transport.nccl import DeviceStreams
@@ -41,11 +39,6 @@ class Pending:
         self._result, self._work, self._finish = result, work, finish
         self._progress = progress
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the result."""
-        return self._result.shape
-
     def wait(self) -> Tensor:
         """Return the complete result; raises PeerLostError if another rank is gone, every time."""
         if self._work is None and self._finish is None:
@@ -60,23 +53,6 @@ class Pending:
                 self._finish()
                 self._finish = None
         return self._result
-
-
-def staged(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Wrap a method that starts a collective: tensors of devices that Gloo does not take go through
-    the memory of the host.
-    """
-
-    @wraps(start)
-    def through_host(mesh: Any, tensor: Tensor, *args: Any) -> Pending:
-        if accelerator.has_collectives(tensor.device):
-            return start(mesh, tensor, *args)
-        pending = start(mesh, tensor.cpu(), *args)
-        shape = pending.shape
-        result = tensor if shape == tensor.shape else tensor.new_empty(shape)
-        return Pending(result, finish=lambda: result.copy_(pending.wait()))
-
-    return through_host
 
 
 class DeviceSums:

@@ -88,7 +88,6 @@ class DataFeed:
         return None if count is None else max(0, (epochs - self.epoch) * count - self.position)
 
     def go_on_from(self, progress: Progress) -> None:
-        """Go to where training was."""
         self.step_number, self.seed = progress.step, progress.seed
         self.epoch, self.position = progress.epoch, progress.position
         if progress.data is not None:
@@ -109,7 +108,6 @@ class DataFeed:
         )
 
     def trained(self) -> None:
-        """Note that the batch that was fetched last has been trained on."""
         self.step_number += 1
         if self._fetched is not None:
             self.position, self._fetched = self._fetched, None
@@ -177,7 +175,6 @@ def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> 
 
 
 def _is_read_again(data: Any) -> bool:
-    """True for data that can be read more than once."""
     source = getattr(data, "source", data)
     return source is not None and not isinstance(source, Iterator)
 
@@ -229,7 +226,6 @@ def leaves_of(
 
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
-    """Leaves of a batch beside those of the example."""
     buckets = [captured.variants[sizes] for sizes in sorted(captured.variants)]
     differences, has = [], []
     for name, leaf in leaves.items():
@@ -252,8 +248,3 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         "size, or to the next of some that Workload has as buckets (anabranch.pad_to_bucket, see "
         "docs/workloads.md), cut what is longer than all; convert what is of another type"
     )
-
-
-def samples_of(leaves: Mapping[str, Tensor]) -> int:
-    """Samples in a batch."""
-    return int(next(iter(leaves.values())).shape[0])

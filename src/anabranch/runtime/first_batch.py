@@ -21,12 +21,13 @@ from anabranch.graph.loss_kinds import told
 from anabranch.graph.reverted import unchanged_state, without_gradients
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.compute.outcome import Key
-from anabranch.runtime.data_feed import leaves_of, samples_of
+from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.guards.same_batch import require_same_batch
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.messages import gradient_ports
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.optimizer_facts import unlike_torchs
+from anabranch.runtime.reference import num_samples
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.schedule.schedule import Kind
@@ -119,11 +120,11 @@ class FirstBatch:
         batches = [leaves]
         for example in self._examples:
             small = leaves_of(self._captured, example, self._place)
-            rows = torch.arange(self._graph.batch_size, device=self._place) % samples_of(small)
+            rows = torch.arange(self._graph.batch_size, device=self._place) % num_samples(small)
             batches.append({name: leaf[rows] for name, leaf in small.items()})
         done = set()
         for tensors in batches:
-            alike, samples = self._workers.for_batch(tensors), samples_of(tensors)
+            alike, samples = self._workers.for_batch(tensors), num_samples(tensors)
             if (alike.captured, samples) in done:
                 continue
             done.add((alike.captured, samples))

@@ -130,7 +130,6 @@ def _layers(module: nn.Module) -> Mapping[str, Mapping[str, str]]:
 
 
 def _registered(layer: nn.Module) -> dict[str, Tensor]:
-    """A layer's own parameters and buffers."""
     both = {**layer._parameters, **layer._buffers}
     return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
 

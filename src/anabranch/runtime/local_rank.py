@@ -50,7 +50,6 @@ def run_rank(
     function: Callable[..., Any],
     survives: bool,
 ) -> None:
-    """Run a rank from its first instruction to its last word."""
     gc.freeze()  # to look for garbage in what is inherited would copy all of it
     _die_with(parent)
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or

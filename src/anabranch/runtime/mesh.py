@@ -7,7 +7,6 @@ everywhere, and only numbers travel. With one device every collective is the ide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
-from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending, staged
+from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
@@ -25,8 +24,6 @@ from anabranch.runtime.process_groups import (
     blocks_of,
     choose_backend,
     connect,
-    connection_bytes,
-    destroy,
     join,
     nccl_digest,
     new_group,
@@ -41,9 +38,8 @@ from anabranch.runtime.transport import (
     guarded,
     meet,
 )
-from anabranch.runtime.transport.handshake import Handshake
+from anabranch.runtime.transport.handshake import Handshake, HostNotices
 from anabranch.runtime.transport.nccl import DeviceStreams, GpuWire
-from anabranch.runtime.transport.notices import HostNotices
 
 Ranks = tuple[int, ...]
 
@@ -111,8 +107,11 @@ class Mesh:
             if self.backend == "nccl":
                 # What ranks tell each other by before they give their devices anything.
                 self._notices = HostNotices(*self._host_connections(_FOREVER_S))
-                self._handshake = Handshake(self.rank, self._notices, timeout)
-                self._sums = DeviceSums(self._meeting, DeviceStreams(place))
+                self._handshake = handshake = Handshake(self.rank, self._notices, timeout)
+                self._sums = DeviceSums(
+                    lambda ranks: handshake.meeting(ranks, self._sets.index(ranks)),
+                    DeviceStreams(place),
+                )
             self.barrier()
 
     @property
@@ -142,7 +141,12 @@ class Mesh:
         """
         if self.size == 1:
             return None
-        through_host = self._host_transport()
+        host, remote = self._host_connections(self._timeout)
+        through_host = host or remote
+        assert through_host is not None
+        if remote is None and self._near is None and self._handshake is None:
+            self._near = MessageCollectives(through_host, self.rank)
+        self.barrier()
         if not accelerator.is_on_accelerator(place) or not channels or self.backend != "nccl":
             return through_host
         pairs = sorted({channel[:2] for channel in channels})
@@ -159,23 +163,14 @@ class Mesh:
         timeout, handshake = self._timeout, self._handshake
         return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
 
-    def _host_transport(self) -> Transport:
-        host, remote = self._host_connections(self._timeout)
-        transport = host or remote
-        assert transport is not None
-        if remote is None and self._near is None and self._handshake is None:
-            self._near = MessageCollectives(transport, self.rank)
-        self.barrier()
-        return transport
-
     def _host_connections(
         self, timeout: float
     ) -> tuple[HostTransport | None, ProcessGroupTransport | None]:
         """Return a transport to ranks of this host, and one to others, which the first uses."""
-        meeting = meet(self.rank, self.all_gather_bytes)
-        host = HostTransport(meeting, self._timeout) if meeting.peers else None
+        segment, peers = meet(self.rank, self.all_gather_bytes)
+        host = None if segment is None else HostTransport(segment, peers, self._timeout)
         # A group is made by all ranks together, also by one that does not need it.
-        lacks = len(meeting.peers) < self.size - 1
+        lacks = len(peers) < self.size - 1
         if not any(map(any, self.all_gather_bytes(bytes([lacks])))):
             return host, None
         remote = ProcessGroupTransport(new_group(self._everyone, timeout), timeout)
@@ -183,19 +178,10 @@ class Mesh:
             host.otherwise = remote
         return host, remote
 
-    def _meeting(self, ranks: Ranks) -> AbstractContextManager[None]:
-        assert self._handshake is not None
-        return self._handshake.meeting(ranks, self._sets.index(ranks))
-
     def begin_sums(self) -> None:
         """Give the device the collectives that were started; see ``DeviceSums``."""
         if self._sums is not None:
             self._sums.begin()
-
-    def connection_bytes(self, channels: Collection[Channel]) -> int:
-        """Return the bytes that this rank's GPU will need for connections to other ranks."""
-        pairs = {channel[:2] for channel in channels}
-        return connection_bytes(pairs, self.size, self.rank) if self.is_on_gpus else 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes, on all ranks of one length."""
@@ -206,45 +192,38 @@ class Mesh:
         """Sum over all ranks, in place."""
         return self.start_all_reduce(tensor).wait()
 
-    @staged
     def start_all_reduce(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
         """Start to sum over the ranks of a set (by default all), in place and in the background.
         Ranks of one set start their collectives in one order.
         """
-        near = partial(MessageCollectives.all_reduce, tensor=tensor)
-        return self._start(ranks, tensor, near, partial(dist.all_reduce, tensor))
+        return self._start(ranks, tensor, MessageCollectives.all_reduce, dist.all_reduce)
 
-    @staged
     def start_reduce(self, tensor: Tensor, ranks: Ranks, target: int) -> Pending:
         """Start to sum for one rank of a set, in place; others are left with anything."""
-        near = partial(MessageCollectives.reduce, tensor=tensor, target=target)
-        return self._start(ranks, tensor, near, partial(dist.reduce, tensor, target))
+        near = partial(MessageCollectives.reduce, target=target)
+        return self._start(ranks, tensor, near, partial(dist.reduce, dst=target))
 
-    @staged
     def start_all_gather(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
         """Stack the tensors of a set, which have one shape, in the background: the result has a row
         for each rank.
         """
         chosen = self._everyone if ranks is None else ranks
-        rows = tensor.new_empty((len(chosen), *tensor.shape))
-        rows[chosen.index(self.rank)] = tensor
-        near = partial(MessageCollectives.all_gather, rows=rows)
-        call = partial(dist.all_gather, list(rows.unbind(0)), tensor)
-        return self._start(ranks, tensor, near, call, rows)
+        rows, own = tensor.new_empty((len(chosen), *tensor.shape)), chosen.index(self.rank)
+        rows[own] = tensor
 
-    @staged
+        def call(rows: Tensor, **options: Any) -> Any:
+            return dist.all_gather(list(rows.unbind(0)), rows[own], **options)
+
+        return self._start(ranks, rows, MessageCollectives.all_gather, call)
+
     def start_broadcast(self, tensor: Tensor, source: int, ranks: Ranks) -> Pending:
-        """Start ``broadcast`` in the background."""
-        near = partial(MessageCollectives.broadcast, tensor=tensor, source=source)
-        return self._start(ranks, tensor, near, partial(dist.broadcast, tensor, source))
+        near = partial(MessageCollectives.broadcast, source=source)
+        return self._start(ranks, tensor, near, partial(dist.broadcast, src=source))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Ranks | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place."""
-        sent = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
         # Whole models travel so, for which shared memory would be kept for good.
-        self._start(ranks, sent, None, partial(dist.broadcast, sent, source)).wait()
-        if sent is not tensor:
-            tensor.copy_(sent)
+        self._start(ranks, tensor, None, partial(dist.broadcast, src=source)).wait()
 
     def _start(
         self,
@@ -252,30 +231,33 @@ class Mesh:
         tensor: Tensor,
         near: Callable[..., Pending] | None,
         call: Callable[..., dist.Work | None],
-        result: Tensor | None = None,
     ) -> Pending:
-        """Start a collective of a set of ranks, by default of all.
+        """Start a collective of a set of ranks, by default of all, which changes a tensor in place;
+        one of a device that Gloo does not take goes through the memory of the host.
 
         Args:
             near: the same by messages, where that may be faster; see ``MessageCollectives``.
             call: begins it in a process group.
-            result: by default the tensor.
         """
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
-        result = tensor if result is None else result
         if len(chosen) == 1:
-            return Pending(result)
+            return Pending(tensor)
         if self.failure.is_closed:
             raise PeerLostError("this rank has broken its connections")
-        if near and self._near and MessageCollectives.are_faster(tensor, len(chosen)):
+        own = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
+        begin: Any = partial(call, own, group=self._groups[key], async_op=True)
+        if near and self._near and MessageCollectives.are_faster(own, len(chosen)):
             # Collectives of one set start in one order, those of different sets do not.
             tag = -1 - sorted(self._groups).index(key)
-            return near(self._near, ranks=chosen, tag=tag)
-        begin: Any = partial(call, group=self._groups[key], async_op=True)
-        if self._sums is not None and key and accelerator.is_on_accelerator(tensor.device):
-            return self._sums.add(key, result, begin)
-        progress = None if self._handshake is None else self._handshake.progress
-        return Pending(result, guarded(begin), progress=progress)
+            pending = near(self._near, own, ranks=chosen, tag=tag)
+        elif self._sums is not None and key and accelerator.is_on_accelerator(own.device):
+            pending = self._sums.add(key, own, begin)
+        else:
+            progress = None if self._handshake is None else self._handshake.progress
+            pending = Pending(own, guarded(begin), progress=progress)
+        if own is tensor:
+            return pending
+        return Pending(tensor, finish=lambda: tensor.copy_(pending.wait()))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have one shape."""
@@ -292,7 +274,9 @@ class Mesh:
         self.failure.is_closed, self._near = True, None
         if self._handshake is not None:
             self._notices.close()
-        destroy(self._made)
+        for group in self._made:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
         self._groups.clear()
 
     def abort(self) -> None:

@@ -132,7 +132,6 @@ class ModelState:
 
     @property
     def names(self) -> list[str]:
-        """Names of all parameters and buffers of the model."""
         return list(self._everything())
 
     def _everything(self) -> dict[str, Tensor]:
@@ -181,7 +180,6 @@ class ModelState:
 
     @property
     def optimizer_tensors(self) -> list[Tensor]:
-        """Tensors of the optimizer's state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         return [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
 
@@ -251,7 +249,21 @@ class ModelState:
             TrainingError: if the optimizer has what cannot be saved.
         """
         self.share_buffers()
-        tensors, rest = self._own_part(further, without)
+        saved = {name: tensor for name, tensor in self._tensors().items() if self._saves(name)}
+        left_out = {name: saved.pop(name) for name in without if name in saved}
+        tensors = {f"model/{name}": tensor for name, tensor in saved.items()}
+        tensors |= {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
+        rest: dict[str, Any] = {"frozen": {n: fingerprint(t) for n, t in left_out.items()}}
+        if self._mesh.rank == 0:
+            rest["aliases"], rest["transient"] = listed_names(self._module)
+            rest["pretrained"] = pretrained_in(self._module)
+        if self.optimizer is not None:
+            names, held = self._names(), self.updated.items()
+            owned = {names[id(p)] for n, p in held if n in self._rows or self._saves(n)}
+            own, rest["optimizer"] = optimizer_part(self.optimizer, names, owned)
+            tensors |= own
+        if self.scheduler is not None:
+            rest["scheduler"] = self.scheduler.state_dict()
         if copies is not None:
             for key, tensor in tensors.items():
                 if key not in copies or copies[key].shape != tensor.shape:
@@ -268,26 +280,6 @@ class ModelState:
         changed = {*self._captured.graph.stateful, *self._captured.cut, *self._changed}
         named = self._module.named_parameters()
         return [n for n, p in named if not p.requires_grad and n not in changed]
-
-    def _own_part(
-        self, further: Mapping[str, Tensor], without: Collection[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        saved = {name: tensor for name, tensor in self._tensors().items() if self._saves(name)}
-        left_out = {name: saved.pop(name) for name in without if name in saved}
-        tensors = {f"model/{name}": tensor for name, tensor in saved.items()}
-        tensors |= {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
-        rest: dict[str, Any] = {"frozen": {n: fingerprint(t) for n, t in left_out.items()}}
-        if self._mesh.rank == 0:
-            rest["aliases"], rest["transient"] = listed_names(self._module)
-            rest["pretrained"] = pretrained_in(self._module)
-        if self.optimizer is not None:
-            names, held = self._names(), self.updated.items()
-            owned = {names[id(p)] for n, p in held if n in self._rows or self._saves(n)}
-            own, rest["optimizer"] = optimizer_part(self.optimizer, names, owned)
-            tensors |= own
-        if self.scheduler is not None:
-            rest["scheduler"] = self.scheduler.state_dict()
-        return tensors, rest
 
     def _names(self) -> dict[int, str]:
         """Names of parameters and shards in checkpoints, by their ``id``."""

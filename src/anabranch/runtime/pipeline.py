@@ -155,7 +155,6 @@ class Pipeline(BasePipeline):
         self.peak_bytes: tuple[int, ...] | None = None
 
     def _begin(self, plan: Plan, *, check_gradients: bool, **options: Any) -> None:
-        """Hold this rank's part of a plan."""
         shards = plan.shard_optimizer and not self._exact if self._shards is None else self._shards
         clip_norm = self.workload.clip_norm
         session = self._hold(

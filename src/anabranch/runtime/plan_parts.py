@@ -8,7 +8,7 @@ from typing import cast
 from anabranch.errors import DataError, InvalidPlanError, some
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.opgraph import Granularity, Precision
-from anabranch.graph.split import Split, split, stages_like
+from anabranch.graph.split import Split, split
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import sliced_batches
@@ -124,9 +124,3 @@ def _check_operators(captured: Captured, plan: Plan) -> None:
             + (f"the plan was made with {made}: give the same, or " if made else "")
             + "plan this model, with the same options"
         )
-
-
-def parts_like(parts: Split, captured: Captured, plan: Plan) -> Split:
-    """The same stages of the model in evaluation mode, or for batches of other sizes."""
-    stages = stages_like(captured, [stage.operators for stage in plan.stage_graph.stages])
-    return split(captured, stages, exact=parts.exact and captured.training)

@@ -21,16 +21,17 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.compute.outcome import Outcome
-from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
+from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
+from anabranch.runtime.guards.heartbeat import watch_ranks
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
-from anabranch.runtime.guards.store_watch import watch_ranks
 from anabranch.runtime.initialisation import SEEDS, meta_names
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.reference import num_samples
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -76,87 +77,69 @@ class Session:
             raise ValueError(f"check_batches is {check_batches!r}; it is 'sampled' or 'full'")
         self._every_value = check_batches == "full"
         POSITION.begin(-1, Phase.START_UP)
-        assignment = assign(
+        goes_on = predecessor is not None or saved is not None
+        self.assignment = assignment = assign(
             workload,
             plan,
             timeout=timeout,
             shard_optimizer=shard_optimizer,
-            goes_on=(goes_on := predecessor is not None or saved is not None),
+            goes_on=goes_on,
             **options,
         )
-        self.captured, self.parts = assignment.captured, assignment.parts
-        self.holders, self.place = assignment.holders, assignment.place
-        self.assignment, compute = assignment, assignment.compute
-        module = self.captured.module
+        self.captured, self.parts = captured, parts = assignment.captured, assignment.parts
+        self.holders, self.place = holders, place = assignment.holders, assignment.place
         self.frozen = {
             name: parameter
-            for name, parameter in module.named_parameters()
-            if name in self.captured.programs.exporter.frozen or not parameter.requires_grad
+            for name, parameter in captured.module.named_parameters()
+            if name in captured.programs.exporter.frozen or not parameter.requires_grad
         }
         self.graph = graph = plan.stage_graph
-        self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
-        self._watch = watch_ranks(
-            self.mesh.rank,
-            self.mesh.size,
-            timeout if stall_timeout is None else stall_timeout,
-            patience,
-        )
-        if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
+        self.mesh = mesh = Mesh(graph.devices, holders.sets, place=place, timeout=timeout)
+        stall_s = timeout if stall_timeout is None else stall_timeout
+        self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, patience)
+        if mesh.rank == 0 and (said := plan.other_model(captured.graph)):
             warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
-        compares = check_gradients and not meta_names(module)
-        self._needs_all = compares and self.mesh.rank == 0
+        compares = check_gradients and not meta_names(captured.module)
+        self._needs_all = needs_all = compares and mesh.rank == 0
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
-        with self.mesh.failure.reporting(self._disconnect, graph):
+        feed = self.feed
+        with mesh.failure.reporting(self._disconnect, graph):
             if check_memory:
-                assignment.require_memory(plan, self.mesh)
-            self.transport = self.mesh.transport(self.place, sorted({*channels(graph), *further}))
+                assignment.require_memory(plan, mesh)
+            self.transport = transport = mesh.transport(place, sorted({*channels(graph), *further}))
             drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
-            self.mesh.broadcast(drawn, 0)
-            self.feed.seed, self._run_id = map(int, drawn)
+            mesh.broadcast(drawn, 0)
+            feed.seed, self._run_id = seed, run_id = [int(number) for number in drawn]
             if predecessor is not None:
-                saved = predecessor.checkpoints.hand_over(self.holders)
+                saved = predecessor.checkpoints.hand_over(holders)
                 predecessor.close()
-            self.state = ModelState(
-                assignment, self.mesh, self.feed.seed, goes_on=goes_on, needs_all=self._needs_all
-            )
-            self.workers = WorkerCache(
-                self.captured,
-                self.parts,
-                plan,
-                self.mesh,
-                self.transport,
-                self.place,
-                self.feed.seed,
-                compute,
+            state = ModelState(assignment, mesh, seed, goes_on=goes_on, needs_all=needs_all)
+            workers = WorkerCache(
+                captured, parts, plan, mesh, transport, place, seed, assignment.compute
             )
             self.first: FirstBatch = FirstBatch(
                 assignment,
-                self.state,
-                self.workers,
+                state,
+                workers,
                 check_gradients=check_gradients,
                 compares=compares,
                 before=None if predecessor is None else predecessor.first,
             )
+            self.state, self.workers = state, workers
+            saves_frozen, failing = workload.save_frozen, self.failing
             self.checkpoints: Checkpointing = Checkpointing(
-                self.state,
-                self.workers,
-                self.feed,
-                self._run_id,
-                self.failing,
-                timeout,
-                workload.save_frozen,
-                accumulate,
+                state, workers, feed, run_id, failing, timeout, saves_frozen, accumulate
             )
             if saved is not None:
                 self.checkpoints.restore(saved)
-        self.feed.fail, self.feed.reads = self._fail, self._reads
+        feed.fail, feed.reads = self._fail, self._reads
         # Which bucket a batch is of, its tensors tell together, so none is left out.
-        self.feed.types = None if workload.buckets else self.captured.layout.types
-        self.trace = Trace(self.captured, graph, self.holders, self.mesh)
+        feed.types = None if workload.buckets else captured.layout.types
+        self.trace = Trace(captured, graph, holders, mesh)
         POSITION.leave()
 
     def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
@@ -188,7 +171,7 @@ class Session:
         self._require_same_branches(self.workers)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
-        self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
+        self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
 
@@ -248,7 +231,7 @@ class Session:
                 what = f"held-out batch {number}"
                 leaves = leaves_of(self.captured, batch, self.place, what, read=workers.leaves)
                 self.begin_batch(batch)
-                size = samples_of(leaves)
+                size = num_samples(leaves)
                 with self.failing():
                     worker = self.workers.for_batch(leaves).in_evaluation.worker(size)
                     outcome = worker.run(leaves, self.feed.step_number, train=False)

@@ -113,15 +113,12 @@ class SpareCopies:
 
     @property
     def newest(self) -> Moment | None:
-        """The newest moment of which all ranks have a copy."""
-        return max(filter(self._is_complete, self._moments(0)), default=None)
+        moments = (moment for moment in self._moments(0) if moment is not None)
+        complete = (m for m in moments if all(m in self._moments(r) for r in range(m.size)))
+        return max(complete, default=None)
 
-    def _moments(self, rank: int) -> list[Moment]:
-        moments = map(Moment.unpacked, self._table[2 * rank : 2 * rank + 2].tolist())
-        return [moment for moment in moments if moment is not None]
-
-    def _is_complete(self, moment: Moment) -> bool:
-        return all(moment in self._moments(rank) for rank in range(moment.size))
+    def _moments(self, rank: int) -> list[Moment | None]:
+        return [*map(Moment.unpacked, self._table[2 * rank : 2 * rank + 2])]
 
     def keep(
         self, rank: int, size: int, part: RankPart, progress: Progress, further: Mapping[str, Any]
@@ -138,7 +135,7 @@ class SpareCopies:
             TrainingError: if there is no memory for it.
         """
         kept = self.newest
-        place = int(kept is not None and self._moment(rank, 0) == kept)
+        place = int(kept is not None and self._moments(rank)[0] == kept)
         self._table[2 * rank + place] = 0
         fence()
         tensors = [tensor.detach() for tensor in part.tensors.values()]
@@ -162,9 +159,6 @@ class SpareCopies:
             self._table[2 * rank + place] = moment.packed
 
         return confirm
-
-    def _moment(self, rank: int, place: int) -> Moment | None:
-        return Moment.unpacked(self._table[2 * rank + place])
 
     def _opened(self, file: int, nbytes: int = 0) -> Tensor:
         """All bytes of a file, at least so many."""
@@ -190,7 +184,7 @@ class SpareCopies:
             return None, None
         documents, tensors = [], dict[str, Tensor]()
         for rank in range(moment.size):
-            raw = self._opened(self._files[rank][self._moment(rank, 1) == moment]).numpy().data
+            raw = self._opened(self._files[rank][self._moments(rank)[1] == moment]).numpy().data
             end, length = _HEAD.unpack_from(raw)
             documents.append(document := json.loads(bytes(raw[end : end + length])))
             listed = document["part"]["tensors"]

@@ -21,10 +21,10 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.runtime.compute.outcome import Outcome
-from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
@@ -136,7 +136,7 @@ class StepRunner:
     def _run(self, leaves: dict[str, Tensor], *, alone: bool = False) -> Outcome:
         """Run one batch, and wait for its gradients if it is the last one of an update."""
         POSITION.begin(self._number)
-        samples = samples_of(leaves)
+        samples = num_samples(leaves)
         worker = self._workers.for_batch(leaves).worker(samples)
         self.updates.prepare(worker, samples, alone=alone)
         outcome = worker.run(leaves, self._number, watcher=self.updates.reducer)
@@ -204,7 +204,6 @@ class StepRunner:
             self.updates.apply()
 
     def _totals(self, outcome: Outcome, consequence: str, **figures: Any) -> StepTotals:
-        """Make the totals of a step, with further arguments of ``StepTotals``."""
         (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
         return StepTotals(
             self._mesh,

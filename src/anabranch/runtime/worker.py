@@ -75,7 +75,6 @@ class Worker:
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """Its actions in their order."""
         return executed(self.schedule, self.graph, self.device)
 
     def run(
@@ -266,7 +265,6 @@ class BatchRun:
         self.execute(self.tasks.passes.get((kind, microbatch), ()))
 
     def execute(self, tasks: Sequence[_Task]) -> None:
-        """Do actions in order."""
         times, mark = self.outcome.times, self.clock.mark
         for task in tasks:
             POSITION.enter(self.number, task.action)
@@ -276,7 +274,6 @@ class BatchRun:
             self.actions.append(task.action)
 
     def post(self, tasks: Sequence[_Task]) -> None:
-        """Post receives."""
         for task in tasks:
             if task.items:
                 assert self.transport is not None
@@ -290,7 +287,6 @@ class BatchRun:
         self.post(task.following)
 
     def take(self, key: Key, items: Sequence[Item], tensors: Sequence[Tensor]) -> None:
-        """Keep received tensors for a micro-batch."""
         values, gradients = self.values[key], self.gradients[key]
         for item, tensor in zip(items, tensors, strict=True):
             if item is TOKEN:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import Split
+from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -28,7 +28,6 @@ from anabranch.runtime.measurement.clocks import clock_of
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
-from anabranch.runtime.plan_parts import parts_like
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import rule_named, schedule_of
@@ -58,7 +57,8 @@ class WorkerCache:
 
     @remembered
     def _alike(self, captured: Captured) -> WorkerCache:
-        parts = parts_like(self.parts, captured, self.plan)
+        stages = stages_like(captured, [stage.operators for stage in self.stage_graph.stages])
+        parts = split(captured, stages, exact=self.parts.exact and captured.training)
         alike = replace(self, captured=captured, parts=parts)
         alike.clock, alike.loss_scale = self.clock, self.loss_scale
         return alike
@@ -69,7 +69,6 @@ class WorkerCache:
 
     @property
     def in_evaluation(self) -> WorkerCache:
-        """The same stages in evaluation mode."""
         return self.like(self.captured.evaluation())
 
     @cached_property
@@ -109,7 +108,6 @@ class WorkerCache:
 
     @remembered
     def worker_of(self, graph: StageGraph) -> Worker:
-        """Return the worker for a variation of the plan's stage graph."""
         return self.build(graph, self.options)
 
     @remembered
@@ -132,24 +130,18 @@ class WorkerCache:
             for s in graph.stages_of.get(mesh.device, ())
             for name, parameter in self.parts.parameters(s).items()
         }
-        return Worker(
+        compute = StageCompute(
             layout,
             graph,
-            schedule,
-            mesh.device,
-            StageCompute(
-                layout,
-                graph,
-                parameters,
-                prepared,
-                seed=self.seed,
-                loss_scale=self.loss_scale if options == self.options else None,
-                split=schedule.split_stages,
-            ),
-            self.transport,
-            self.stage_graph.rank_of,
-            self.place,
-            self.clock,
+            parameters,
+            prepared,
+            seed=self.seed,
+            loss_scale=self.loss_scale if options == self.options else None,
+            split=schedule.split_stages,
+        )
+        transport, rank_of, place = self.transport, self.stage_graph.rank_of, self.place
+        return Worker(
+            layout, graph, schedule, mesh.device, compute, transport, rank_of, place, self.clock
         )
 
 

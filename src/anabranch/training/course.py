@@ -286,7 +286,6 @@ def _warn_of_untold_epochs(pipe: _Pipe) -> None:
 
 
 def nothing_left(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
-    """Return the error for a checkpoint that has all epochs."""
     return TrainingError(
         f"nothing is left to do: {resume} has {epochs} epochs already; ask for more than {done}"
     )

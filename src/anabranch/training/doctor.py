@@ -147,7 +147,6 @@ def branches(profile: Profile) -> Branches:
 
 
 def _of_module(module: nn.Module) -> list[str]:
-    """List findings of the module itself."""
     findings = []
     parameters = list(module.parameters())
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
@@ -186,7 +185,6 @@ def _of_recipes(workload: Workload) -> list[str]:
 
 
 def _of_graph(captured: Captured) -> list[str]:
-    """List findings of the captured program."""
     kind = captured.graph.loss_kind
     findings = [f"the loss is {SENTENCES[kind]}"] if kind else []
     coupled = {c.operator for c in captured.coupling}

@@ -68,128 +68,34 @@ _NO_DECAY = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:
 """Patterns of parameters that ``Trainer`` gives no weight decay, besides those of ``LayerNorm``."""
 
 
-def workload_of(
-    model: nn.Module,
-    args: Any,
-    train_dataset: Any,
-    *,
-    devices: int,
-    data_collator: Callable[[list[Any]], Any] | None = None,
-    eval_dataset: Any = None,
-    name: str = "",
-    processing_class: Any = None,
-    fill: Mapping[str, float] | None = None,
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None,
-) -> Workload:
-    """Return what ``Trainer(model, args, data_collator, train_dataset, eval_dataset)`` would train.
+class Trainer:
+    """Trains as Hugging Face's ``Trainer(model, args, data_collator, ...)`` does, as a pipeline on
+    local ranks. Ranks that something else starts train by themselves::
+
+        training.train(trainer.workload, plan, **trainer.training_options())
+
+    Attributes:
+        workload: what is trained.
 
     Args:
         model: returns its loss when it is given labels, as models of Hugging Face do.
         args: ``TrainingArguments``, or an object with those of its attributes that matter.
-        train_dataset: samples; an item is what the collator takes.
-        devices: of the plan. A batch is as large as that of ``Trainer`` on so many.
         data_collator: a list of samples -> a batch of tensors; by default that of the
             ``processing_class`` (a tokenizer), or ``default_data_collator`` of transformers. It may
             pad to the longest of a batch: then the workload has length buckets. For a
             vision-language model it ends with ``multimodal_batch``, and pads to one length.
+        train_dataset: samples; an item is what the collator takes.
+        devices: of the plan. A batch is as large as that of ``Trainer`` on so many.
+        compute_metrics: called by ``evaluate``; during training there is the held-out loss.
         fill: name of a tensor with sequences in dimension 1 -> its padding, where
             that is not known.
         optimizer: a recipe as ``Workload`` has, in place of the one that ``args`` describe.
+        options: of ``training.train``, such as ``callbacks``.
 
     Raises:
         ValueError: if the data set is smaller than one batch, or ``args`` ask for what is not taken
             over, such as an optimizer that is not AdamW.
-    """
-    require_supported(args, has_optimizer=optimizer is not None)
-    taken = TrainerArguments.of(args)
-    collate = _collator(model, args, data_collator, processing_class)
-    size = batch_size(args, devices)
-    seed = taken.seed if taken.data_seed is None else taken.data_seed
-    if len(train_dataset) < size:
-        raise ValueError(
-            f"the data set has {len(train_dataset)} samples, and a batch {size} "
-            f"(per_device_train_batch_size times {devices} devices); take a smaller one"
-        )
-    data_sets = [data for data in (train_dataset, eval_dataset) if data is not None]
-    with torch.random.fork_rng(devices=[]):
-        example = collate([train_dataset[i] for i in range(min(size, 4))])
-        padding = _padding(model, processing_class) | dict(fill or {})
-        buckets = LengthBuckets.of(data_sets, collate, size, padding)
-    examples = [example]
-    if buckets is not None:
-        examples, collate = buckets.examples(example), partial(_in_bucket, buckets, collate)
-    loader = DataLoader(
-        train_dataset,
-        batch_size=size,
-        shuffle=True,
-        drop_last=taken.dataloader_drop_last,
-        num_workers=taken.dataloader_num_workers,
-        collate_fn=collate,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    evaluation = None
-    if eval_dataset is not None:
-        held_out = taken.per_device_eval_batch_size * devices
-        evaluation = DataLoader(eval_dataset, batch_size=held_out, collate_fn=collate)
-    return Workload(
-        model,
-        example=examples[0],
-        buckets=examples[1:],
-        data=loader,
-        eval_data=evaluation,
-        optimizer=optimizer or partial(taken.optimizer, _decayed(model)),
-        scheduler=partial(taken.scheduler, taken.updates(len(loader))),
-        clip_norm=taken.max_grad_norm or None,
-        name=name or type(model).__name__,
-    )
-
-
-def batch_size(args: Any, devices: int) -> int:
-    """Samples of a batch: those of ``Trainer`` on so many devices."""
-    return TrainerArguments.of(args).per_device_train_batch_size * devices
-
-
-def training_options(
-    args: Any, workload: Workload, resume: str | Path | bool | None = None
-) -> dict[str, Any]:
-    """Arguments of ``training.train`` for a workload of ``workload_of``, after ``resume``."""
-    taken, loader = TrainerArguments.of(args), cast("Any", workload.data)
-    accumulate, per_epoch = taken.gradient_accumulation_steps, len(loader.source)
-    steps, updates = taken.steps(per_epoch), taken.updates(per_epoch)
-
-    def batches(strategy: str, every: float) -> int:
-        """Batches between two events; ``every`` counts updates, and below 1 is a share of all."""
-        between = math.ceil(every * updates) if every < 1 else int(every)
-        return between * accumulate if strategy == "steps" else per_epoch
-
-    precision: Precision = "fp16" if taken.fp16 else "fp32"
-    options: dict[str, Any] = {
-        "steps": steps,
-        "accumulate": accumulate,
-        "compute": ComputeOptions(precision="bf16" if taken.bf16 else precision),
-    }
-    if taken.eval_strategy in ("steps", "epoch") and workload.eval_data is not None:
-        every = taken.eval_steps or taken.logging_steps
-        options["evaluate_every"] = batches(taken.eval_strategy, every)
-    if taken.save_strategy != "no" and taken.output_dir:
-        every, keep = taken.save_steps, taken.save_total_limit or 10**6
-        options["save"] = Path(taken.output_dir)
-        options["save_every"] = SaveEvery(batches(taken.save_strategy, every), keep=keep)
-    if resume := resume or taken.resume_from_checkpoint:
-        options["resume"] = Path((taken.output_dir or ".") if resume is True else resume)
-        options["steps"] -= (done := Checkpoint(options["resume"]).manifest.step)
-        if options["steps"] <= 0:
-            raise TrainingError(
-                f"nothing is left to do: {options['resume']} has {done} of {steps} steps"
-            )
-    return options
-
-
-class Trainer:
-    """Trains as Hugging Face's ``Trainer`` does, as a pipeline on local ranks.
-
-    Args: see ``workload_of``; further ones are those of ``training.train``, such as ``callbacks``.
-        ``compute_metrics`` is called by ``evaluate``; during training there is the held-out loss.
+        TypeError: for further arguments that ``training.train`` does not take.
     """
 
     def __init__(
@@ -209,22 +115,84 @@ class Trainer:
         **options: Any,
     ) -> None:
         _require_known(options)
+        require_supported(args, has_optimizer=optimizer is not None)
         self.args, self.devices, self._options = args, devices, options
         self.model, self.eval_dataset = model, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
-        self._preprocess = preprocess_logits_for_metrics
-        self._collate = _collator(model, args, data_collator, processing_class)
-        self.workload = workload_of(
-            model,
-            args,
+        self._preprocess, taken = preprocess_logits_for_metrics, TrainerArguments.of(args)
+        self._collate = collate = _collator(model, taken, data_collator, processing_class)
+        size = taken.per_device_train_batch_size * devices
+        seed = taken.seed if taken.data_seed is None else taken.data_seed
+        if len(train_dataset) < size:
+            raise ValueError(
+                f"the data set has {len(train_dataset)} samples, and a batch {size} "
+                f"(per_device_train_batch_size times {devices} devices); take a smaller one"
+            )
+        data_sets = [data for data in (train_dataset, eval_dataset) if data is not None]
+        with torch.random.fork_rng(devices=[]):
+            example = collate([train_dataset[i] for i in range(min(size, 4))])
+            padding = _padding(model, processing_class) | dict(fill or {})
+            buckets = LengthBuckets.of(data_sets, collate, size, padding)
+        examples = [example]
+        if buckets is not None:
+            examples, collate = buckets.examples(example), partial(_in_bucket, buckets, collate)
+        loader = DataLoader(
             train_dataset,
-            devices=devices,
-            data_collator=data_collator,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            fill=fill,
-            optimizer=optimizer,
+            batch_size=size,
+            shuffle=True,
+            drop_last=taken.dataloader_drop_last,
+            num_workers=taken.dataloader_num_workers,
+            collate_fn=collate,
+            generator=torch.Generator().manual_seed(seed),
         )
+        evaluation = None
+        if eval_dataset is not None:
+            held_out = taken.per_device_eval_batch_size * devices
+            evaluation = DataLoader(eval_dataset, batch_size=held_out, collate_fn=collate)
+        self.workload = Workload(
+            model,
+            example=examples[0],
+            buckets=examples[1:],
+            data=loader,
+            eval_data=evaluation,
+            optimizer=optimizer or partial(taken.optimizer, _decayed(model)),
+            scheduler=partial(taken.scheduler, taken.updates(len(loader))),
+            clip_norm=taken.max_grad_norm or None,
+            name=type(model).__name__,
+        )
+
+    def training_options(self, resume: str | Path | bool | None = None) -> dict[str, Any]:
+        """Return arguments of ``training.train``, after ``resume`` (see ``train``)."""
+        taken, loader = TrainerArguments.of(self.args), cast("Any", self.workload.data)
+        accumulate, per_epoch = taken.gradient_accumulation_steps, len(loader.source)
+        steps, updates = taken.steps(per_epoch), taken.updates(per_epoch)
+
+        def batches(strategy: str, every: float) -> int:
+            """Batches between two events; ``every`` counts updates, below 1 as a share of all."""
+            between = math.ceil(every * updates) if every < 1 else int(every)
+            return between * accumulate if strategy == "steps" else per_epoch
+
+        precision: Precision = "fp16" if taken.fp16 else "fp32"
+        options: dict[str, Any] = {
+            "steps": steps,
+            "accumulate": accumulate,
+            "compute": ComputeOptions(precision="bf16" if taken.bf16 else precision),
+        }
+        if taken.eval_strategy in ("steps", "epoch") and self.workload.eval_data is not None:
+            every = taken.eval_steps or taken.logging_steps
+            options["evaluate_every"] = batches(taken.eval_strategy, every)
+        if taken.save_strategy != "no" and taken.output_dir:
+            every, keep = taken.save_steps, taken.save_total_limit or 10**6
+            options["save"] = Path(taken.output_dir)
+            options["save_every"] = SaveEvery(batches(taken.save_strategy, every), keep=keep)
+        if resume := resume or taken.resume_from_checkpoint:
+            options["resume"] = Path((taken.output_dir or ".") if resume is True else resume)
+            options["steps"] -= (done := Checkpoint(options["resume"]).manifest.step)
+            if options["steps"] <= 0:
+                raise TrainingError(
+                    f"nothing is left to do: {options['resume']} has {done} of {steps} steps"
+                )
+        return options
 
     def plan(self, **options: Any) -> Plan:
         """Measure the model here and plan it for local ranks; options are those of ``plan``."""
@@ -232,21 +200,15 @@ class Trainer:
         from anabranch.profile.measure import measure
         from anabranch.solve import plan
 
-        size = batch_size(self.args, self.devices)
+        size = cast("int", self.workload.batch_size)
         counts = sorted({1, max(size // 4, 1), max(size // 2, 1), size})
-        precision = training_options(self.args, self.workload)["compute"].precision
+        precision = self.training_options()["compute"].precision
         captured = self._captured("layer").under_autocast(precision, "cpu")
-        return plan(
-            measure(captured, counts),
-            Cluster.preset(f"local:{self.devices}"),
-            size,
-            **options,
-        )
+        cluster = Cluster.preset(f"local:{self.devices}")
+        return plan(measure(captured, counts), cluster, size, **options)
 
     def train(
-        self,
-        plan: Plan | None = None,
-        resume_from_checkpoint: str | Path | bool | None = None,
+        self, plan: Plan | None = None, resume_from_checkpoint: str | Path | bool | None = None
     ) -> Any:
         """Train on local ranks by a plan, by default one that is made here.
 
@@ -262,8 +224,7 @@ class Trainer:
         from anabranch.runtime.plan_parts import prepare
         from anabranch.training import train
 
-        options = training_options(self.args, self.workload, resume_from_checkpoint)
-        options |= self._options
+        options = self.training_options(resume_from_checkpoint) | self._options
         chosen = plan or self.plan()
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
@@ -344,7 +305,9 @@ def _in_bucket(buckets: LengthBuckets, collate: Any, samples: list[Any]) -> dict
     return buckets(collate(samples))
 
 
-def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any) -> Any:
+def _collator(
+    model: nn.Module, args: TrainerArguments, collator: Any, processing_class: Any
+) -> Any:
     """A list of samples -> a batch of tensors; columns that the model does not take are left
     out before, as ``Trainer`` does.
     """
@@ -353,10 +316,10 @@ def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any)
 
         has_pad = hasattr(processing_class, "pad")
         collator = DataCollatorWithPadding(processing_class) if has_pad else default_data_collator
-    taken, arguments = None, TrainerArguments.of(args)
-    if arguments.remove_unused_columns:
+    taken = None
+    if args.remove_unused_columns:
         taken = {*inspect.signature(_plain(model).forward).parameters, "label", "label_ids"}
-        taken |= {*(arguments.label_names or ("labels",))}
+        taken |= {*(args.label_names or ("labels",))}
     return partial(_as_batch, collator, taken)
 
 
@@ -366,7 +329,6 @@ def _plain(model: nn.Module) -> Any:
 
 
 def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
-    """Padding of tensors by their names."""
     config = getattr(model, "config", None)
     pad = getattr(processing_class, "pad_token_id", None)
     pad = getattr(config, "pad_token_id", None) if pad is None else pad

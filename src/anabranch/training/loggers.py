@@ -31,7 +31,6 @@ class JsonLines:
         self._path = Path(path)
 
     def __call__(self, event: Event) -> None:
-        """Write one line."""
         document = {"event": event.name, **_as_json(asdict(event))}
         document.pop("plan", None)  # the record of the run has it
         with self._path.open("a", encoding="utf-8") as file:
@@ -124,7 +123,6 @@ class TensorBoard:
         self._folder, self._writer = folder, None
 
     def __call__(self, event: Event) -> None:
-        """Write the event's figures."""
         # Its thread would not come along to a rank that is forked.
         self._writer = writer = self._writer or self._make(str(self._folder))
         for name, value in scalars(event).items():
@@ -150,7 +148,6 @@ class WeightsAndBiases:
         self._init, self._run = init, None
 
     def __call__(self, event: Event) -> None:
-        """Log the event's figures."""
         self._run = run = self._run or self._wandb.init(**self._init)
         # Evaluations come at the step of the loss before them.
         if figures := scalars(event):
@@ -175,7 +172,6 @@ class MLflow:
         self._experiment, self._run, self._has_begun = experiment, run, False
 
     def __call__(self, event: Event) -> None:
-        """Log the event's figures."""
         if not self._has_begun:
             self._has_begun = True
             if self._experiment is not None:

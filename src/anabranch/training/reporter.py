@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from anabranch.errors import TrainingError, naming_place
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
@@ -41,15 +40,6 @@ class TrainingClock:
             yield
         finally:
             self._paused_s += time.perf_counter() - started
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A batch that was read, and whose loss is still to come."""
-
-    samples: int
-    epoch: int
-    learning_rate: float | None
 
 
 class Reporter:
@@ -82,13 +72,14 @@ class Reporter:
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
         self.first_step = first_step
         self._told = 0 if copies is None else copies.reported_steps.value
-        self._read: deque[_Read] = deque()
+        # Samples, epoch and learning rate of batches that were read, whose losses are to come.
+        self._read: deque[tuple[int, int, float | None]] = deque()
         self._waiting: list[Event] = []
 
     def noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches, of which is noted what their events say."""
         for batch in batches:
-            self._read.append(_Read(num_samples(batch), self._pipe.epoch, self._learning_rate()))
+            self._read.append((num_samples(batch), self._pipe.epoch, self._learning_rate()))
             yield batch
 
     def _learning_rate(self) -> float | None:
@@ -100,10 +91,10 @@ class Reporter:
     def add(self, loss: float, seconds: float) -> None:
         """The loss of the next step, whose batch was noted."""
         self.losses.append(loss)
-        done, read = len(self.losses), self._read.popleft()
-        self.samples.append(read.samples)
+        done, (samples, epoch, learning_rate) = len(self.losses), self._read.popleft()
+        self.samples.append(samples)
         if self._copies is not None and self._pipe.rank == 0 and done > self._told:
-            self._copies.note_loss(done - 1, loss, read.samples)
+            self._copies.note_loss(done - 1, loss, samples)
             self._copies.reported_steps.value = done
         if not self._callbacks:
             return
@@ -111,12 +102,12 @@ class Reporter:
             self.first_step + done,
             done,
             self.total,
-            read.epoch,
+            epoch,
             loss,
             dict(self._pipe.metrics),
             seconds,
-            read.samples,
-            read.learning_rate,
+            samples,
+            learning_rate,
         )
         if done > self._told:
             self._call(event)
@@ -127,7 +118,7 @@ class Reporter:
     def noting(self) -> Callable[[float], None]:
         """Return a function that notes the loss of the step which was made last."""
         copies, index = self._copies, len(self.losses) + len(self._read) - 1
-        samples = [*self.samples, *(read.samples for read in self._read)][-1:]
+        samples = [*self.samples, *(samples for samples, *_ in self._read)][-1:]
 
         def note(loss: float) -> None:
             if copies is not None and self._pipe.rank == 0 and samples:

@@ -98,7 +98,6 @@ class TrainerArguments:
     def scheduler(
         self, updates: int, optimizer: torch.optim.Optimizer
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The learning rate over so many updates."""
         from transformers import get_scheduler
 
         # A warmup below 1 is a share of all updates, in warmup_steps or in the older warmup_ratio.

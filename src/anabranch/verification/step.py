@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,16 +105,13 @@ def verify(
     captured = captured or steps.captured_for(workload, plan)
     if workload.buckets and batch is None:
         examples = [workload.example, *workload.buckets]
+        again = partial(verify, exact=exact, timeout=timeout, device=device, dropout=dropout)
         results = [
-            verify(
+            again(
                 replace(workload, example=example, buckets=()),
                 plan if bucket is captured else replace(plan, model_size=None),  # made for one
                 batch=example,
                 captured=bucket,
-                exact=exact,
-                timeout=timeout,
-                device=device,
-                dropout=dropout,
             )
             for bucket, example in zip(steps.buckets_of(captured, workload), examples, strict=True)
         ]

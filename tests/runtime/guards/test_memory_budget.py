@@ -12,7 +12,7 @@ from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.guards.memory_budget import Need, _beyond_host, _container_free, _host_free
+from anabranch.runtime.guards.memory_budget import _beyond_host, _container_free, _host_free
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import batch, built, plan
@@ -23,35 +23,35 @@ def predicted(chosen: Plan, *gib: float) -> Plan:
     return replace(chosen, predicted=replace(chosen.predicted, device_peak_bytes=peaks))
 
 
-def needs(*rows: tuple[float, float, float, int], given: float = 0) -> list[Need]:
+def needs(*rows: tuple[float, float, int], given: float = 0) -> list[list[int]]:
     return [
-        Need(int(p * GIB), int(r * GIB), int(given * GIB), int(f * GIB) if f >= 0 else -1, h)
-        for p, r, f, h in rows
+        [int(more * GIB), int(given * GIB), int(free * GIB) if free >= 0 else -1, home]
+        for more, free, home in rows
     ]
 
 
 def test_ranks_of_one_host_add_up() -> None:
     """Their parameters are there already; another host is another matter."""
-    both = needs((6, 1, 8, 1), (6, 1, 8.5, 1), (3, 0, 4, 2))
+    both = needs((5, 8, 1), (5, 8.5, 1), (3, 4, 2))
     assert _beyond_host(both, "cpu") == (
         "ranks 0-1 together would take 10.00 GiB more at the peak by the plan's prediction, but "
         "the host or its container has 8.00 GiB free"
     )
-    assert _beyond_host(needs((6, 1, 8, 1), (6, 1, 8, 2)), "cpu") == ""
+    assert _beyond_host(needs((5, 8, 1), (5, 8, 2)), "cpu") == ""
     # Within the margin of a prediction, or with nothing known, it is tried.
-    assert _beyond_host(needs((8.5, 0, 8, 1)), "cpu") == ""
-    assert _beyond_host(needs((99, 0, -1, 1)), "cuda") == ""
+    assert _beyond_host(needs((8.5, 8, 1)), "cpu") == ""
+    assert _beyond_host(needs((99, -1, 1)), "cuda") == ""
 
 
 def test_what_training_gives_back_counts_as_free() -> None:
     """A model of 12 GiB was built on a GPU of 16 GiB, and this rank's stage has 3 GiB of it: at its
     peak of 12 GiB the other 9 GiB are gone, though only 4 GiB are free now.
     """
-    assert "4.00 GiB free" in _beyond_host(needs((12, 3, 4, 1)), "cuda")
-    assert _beyond_host(needs((12, 3, 4, 1), given=9), "cuda") == ""
+    assert "4.00 GiB free" in _beyond_host(needs((9, 4, 1)), "cuda")
+    assert _beyond_host(needs((9, 4, 1), given=9), "cuda") == ""
     # Two ranks on one GPU, with the whole model each.
-    assert _beyond_host(needs((12, 3, 2, 1), (12, 3, 2, 1), given=8), "cuda") == ""
-    assert _beyond_host(needs((12, 3, 2, 1), (12, 3, 2, 1), given=6), "cuda") != ""
+    assert _beyond_host(needs((9, 2, 1), (9, 2, 1), given=8), "cuda") == ""
+    assert _beyond_host(needs((9, 2, 1), (9, 2, 1), given=6), "cuda") != ""
 
 
 def test_parameters_count_where_a_rank_computes() -> None:

@@ -68,6 +68,8 @@ def test_one_bit_changes_the_digest_of_copies():
     assert copies_digest([X, X]) == copies_digest([X.clone(), X])
     assert copies_digest([X, X]) != copies_digest([X, other])
     assert copies_digest([X > 3]) != copies_digest([X > 4])
+    odd = X.flatten()[:8].bfloat16()[1:]  # which begins between two words of 32 bits
+    assert copies_digest([odd]) == copies_digest([odd.clone()]) != copies_digest([odd + 1])
 
 
 def begun(*digests: bytes, run: int = 2**61, first: int = 0) -> list[int]:

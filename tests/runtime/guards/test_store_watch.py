@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from anabranch.runtime.guards.heartbeat import StoreWatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, RecentBatches
 from anabranch.runtime.guards.shared_failure import FAILURE_KEY
-from anabranch.runtime.guards.store_watch import StoreWatch
 
 STUCK = "3 7 1 3 0 3 0 0 1 0"
 """The third beat: step 7, stage 1, micro-batch 3, forward, in a step, settled."""

@@ -64,7 +64,9 @@ def exchange(mine: bytes) -> list[bytes]:
 
 def host_transport(timeout: float = 20.0) -> HostTransport:
     """Of this rank, to all others."""
-    return HostTransport(meet(dist.get_rank(), exchange), timeout)
+    segment, peers = meet(dist.get_rank(), exchange)
+    assert segment is not None
+    return HostTransport(segment, peers, timeout)
 
 
 def gloo_transport(timeout: float = 20.0) -> ProcessGroupTransport:

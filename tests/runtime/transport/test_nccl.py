@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport import NcclTransport
-from anabranch.runtime.transport.buffers import Buffers
 from anabranch.runtime.transport.handshake import Handshake, Notice
+from anabranch.runtime.transport.nccl import Buffers
 from tests.runtime.transport.local import Hub, LocalTransport
 
 CPU = torch.device("cpu")

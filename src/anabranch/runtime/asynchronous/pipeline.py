@@ -39,13 +39,13 @@ from anabranch.runtime.asynchronous.requirements import (
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.measurement.timeline import Recording
 from anabranch.runtime.messages import channels
+from anabranch.runtime.reference import num_samples
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
@@ -275,7 +275,7 @@ class AsyncPipeline(BasePipeline):
         try:
             which = self._session.feed.where
             leaves = self._session.leaves(batch)
-            samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
+            samples, most = num_samples(leaves), self.plan.stage_graph.batch_size
             if samples > most:
                 raise DataError(
                     f"{which or 'a mini-batch'} has {samples} samples and the plan is for {most}: "

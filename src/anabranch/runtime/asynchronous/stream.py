@@ -35,7 +35,6 @@ from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
-from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
@@ -43,6 +42,7 @@ from anabranch.runtime.data_parallel.updates import make_rows, row_tables
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.numerics.nonfinite import Finding
+from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import BatchRun, Worker
@@ -214,7 +214,7 @@ class Stream:
         self._count += 1
         if turn != self._turn:
             return False
-        workers, samples = self._session.workers.for_batch(leaves), samples_of(leaves)
+        workers, samples = self._session.workers.for_batch(leaves), num_samples(leaves)
         worker = self.worker_of(workers, samples, self._count - 1)
         run = self._runs[unit] = worker.begin(leaves, number, self._reducer)
         run.expect(Kind.RECEIVE_FORWARD)

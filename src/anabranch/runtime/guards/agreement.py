@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from anabranch import errors
 from anabranch.errors import InvalidPlanError
@@ -43,8 +42,6 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     """Check that ``facts``, a text by name, are alike on all ranks; raises InvalidPlanError on
     every rank with the same text, naming what differs and who has what.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
     gathered = texts.gather(dict(facts))
     if all(other == gathered[0] for other in gathered):
         return

@@ -35,11 +35,9 @@ class Interrupt:
 
     @property
     def heard(self) -> bool:
-        """Return True if this process has been told to stop."""
         return self._flag[0] != 0
 
     def hear(self) -> None:
-        """Tell this process, and others that share its flag."""
         self._flag[0] = 1
 
 

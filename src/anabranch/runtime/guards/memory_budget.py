@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from anabranch.device.kinds import kind_of
 from anabranch.plans.plan import Plan, memory_text, ranges
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
-from anabranch.runtime.process_groups import device_digest
+from anabranch.runtime.process_groups import connection_bytes, device_digest
 
 MARGIN = 1.1
 """What is free has to be exceeded by this factor; predictions are within 10% or so."""
@@ -33,50 +32,42 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes that one rank needs and has.
-
-    Attributes:
-        resident_bytes: of its own parameters, as far as they are there already.
-        given_bytes: of parameters of other stages, given back when training starts.
-        free_bytes: where its tensors will be; negative if that is not known.
-        home: the same number for ranks that take from the same memory.
-    """
-
-    peak_bytes: int
-    resident_bytes: int
-    given_bytes: int
-    free_bytes: int
-    home: int
-
-
 def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device) -> str:
     """Check that every rank's peak, if predicted, fits where it runs; return the problem, the same
     text on all ranks, with rank, need and memory, or nothing.
+
+    Args:
+        resident_bytes: of this rank's parameters, as far as they are there already.
+        given_bytes: of parameters of other stages, given back when training starts.
     """
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
         return ""
+    more = max(peaks[mesh.rank] - resident_bytes, 0)
     home = int.from_bytes(device_digest(place)[:7], "big")
     free = _free(place)
-    if free > 0:  # what is still to be connected takes from it, outside of the allocator
-        free = max(free - mesh.connection_bytes(channels(plan.stage_graph)), 0)
-    own = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, free, home])
-    needs = [Need(*map(int, row)) for row in mesh.all_gather(own)]
-    problem = _beyond_host(needs, place.type)
+    if free > 0 and mesh.is_on_gpus:  # connections will take from it, outside of the allocator
+        pairs = {channel[:2] for channel in channels(plan.stage_graph)}
+        free = max(free - connection_bytes(pairs, mesh.size, mesh.rank), 0)
+    own = torch.tensor([more, given_bytes, free, home])
+    problem = _beyond_host([row.tolist() for row in mesh.all_gather(own)], place.type)
     return f"{problem}; {_REMEDY}" if problem else ""
 
 
-def _beyond_host(needs: Sequence[Need], kind: str) -> str:
-    """Describe ranks that exceed the memory that is free now; empty if none does."""
+def _beyond_host(needs: Sequence[Sequence[int]], kind: str) -> str:
+    """Describe ranks that exceed the memory that is free now; empty if none does.
+
+    Args:
+        needs: for each rank the bytes that it will take, that it gives back when training starts,
+            and that are free (negative if unknown); a number of the memory that it takes from.
+    """
     homes: dict[int, list[int]] = defaultdict(list)
-    for rank, need in enumerate(needs):
-        if need.free_bytes >= 0:
-            homes[need.home].append(rank)
+    for rank, (_, _, free, home) in enumerate(needs):
+        if free >= 0:
+            homes[home].append(rank)
     for ranks in homes.values():
-        more = sum(max(needs[r].peak_bytes - needs[r].resident_bytes, 0) for r in ranks)
-        free = min(needs[r].free_bytes for r in ranks) + sum(needs[r].given_bytes for r in ranks)
+        takes, gives, frees, _ = zip(*(needs[rank] for rank in ranks), strict=True)
+        more, free = sum(takes), min(frees) + sum(gives)
         if more > free * MARGIN:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)} together"
             where = "the GPU" if kind_of(kind).own_memory else "the host or its container"

@@ -75,7 +75,6 @@ class Position:
         self.leave()
 
     def share(self, ints: memoryview) -> None:
-        """Keep the position in memory that another process reads."""
         self._ints = ints
         self.leave()
 
@@ -133,7 +132,6 @@ class Position:
 
     @property
     def numbers(self) -> list[int]:
-        """The integers as they are now."""
         return list(self._ints.tolist())
 
     def __str__(self) -> str:
@@ -159,7 +157,6 @@ def describe_position(ints: Sequence[int]) -> str:
 
 
 def phase_of(ints: Sequence[int]) -> Phase:
-    """The phase of a position."""
     return Phase(ints[_PHASE])
 
 
@@ -169,7 +166,6 @@ def is_settled(ints: Sequence[int]) -> bool:
 
 
 def waits(ints: Sequence[int]) -> bool:
-    """True if this rank waits for another one."""
     return bool(ints[_WAITS]) or ints[_DOING] in _RECEIVES
 
 

@@ -10,13 +10,13 @@ rank with other data, or a copy that has drifted away, is wrong and nothing else
     every 100 steps   copies of parameters, gathered
 
 A batch of another size has other messages, and ranks that wait for them come to no totals. So who
-watches them (``launch``, ``store_watch``) sees from outside that they have begun different ones.
+watches them (``launch``, ``StoreWatch``) sees from outside that they have begun different ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +46,6 @@ class BatchDigests:
             another and be compared.
         key_bits: bits of such an integer that say which batch it is; those of the digest
             follow. Both are written at once; 0 is none.
-        chunk_bytes: of copies of parameters that are put together for their digest.
         wait_s: seconds that the watch waits for more ranks to begin a batch of which two
             have different ones.
     """
@@ -55,11 +54,13 @@ class BatchDigests:
     sampled: int = 32
     recent_ints: int = 16
     key_bits: int = 42
-    chunk_bytes: int = 2**23
     wait_s: float = 0.4
 
 
 DIGESTS = BatchDigests()
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integer types by the bytes of an element; of more bytes it is several of 8."""
 
 
 def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> bytes:
@@ -100,33 +101,15 @@ def all_alike(count: int, total: float, squares: float) -> bool:
 
 
 def copies_digest(copies: Collection[Tensor]) -> int:
-    """A number from all bits of some tensors, the same for equal ones; with one look at a device.
-
-    Small tensors are put together first, so that there are few launches.
-    """
+    """A number from all bits of some tensors, the same for equal ones; one look at a device."""
     sums: list[Tensor] = []
-    for chunk in _chunks([tensor.detach() for tensor in copies]):
-        flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-        words = flat[: flat.numel() // 4 * 4].view(torch.int32)
-        parts = (words, words[::3], flat[words.numel() * 4 :])
-        sums += [part.sum(dtype=torch.int64) for part in parts]
+    for copy in copies:
+        words = copy.detach().contiguous().view(-1).view(_WORDS.get(copy.itemsize, torch.int64))
+        sums += [part.sum(dtype=torch.int64) for part in (words, words[::3])]
     total = len(copies)
     for number in torch.stack(sums).tolist() if sums else ():
         total = (total * 1_000_003 + number) % 2**62
     return total
-
-
-def _chunks(tensors: Collection[Tensor]) -> Iterator[list[Tensor]]:
-    """Generate lists of the tensors' bytes, of a few MiB each unless one tensor has more."""
-    chunk, nbytes = list[Tensor](), 0
-    for tensor in tensors:
-        if chunk and nbytes + tensor.nbytes > DIGESTS.chunk_bytes:
-            yield chunk
-            chunk, nbytes = [], 0
-        chunk.append(tensor.contiguous().view(-1).view(torch.uint8))
-        nbytes += tensor.nbytes
-    if chunk:
-        yield chunk
 
 
 class RecentBatches:
@@ -136,7 +119,6 @@ class RecentBatches:
         self._ints = memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q")
 
     def share(self, ints: memoryview) -> None:
-        """Keep them in memory that another process reads."""
         self._ints = ints
 
     def note(self, run: int, number: int, digest: bytes) -> None:
@@ -146,7 +128,6 @@ class RecentBatches:
 
     @property
     def numbers(self) -> list[int]:
-        """The integers as they are now."""
         return list(self._ints.tolist())
 
 
@@ -194,7 +175,6 @@ class BatchWatch:
 
 
 def _refusal(odd: str) -> str:
-    """The message for ranks that have been given different batches."""
     return (
         f"{odd} another batch than the others, in its names, sizes or values; "
         "every rank has to be given the same whole batch, of which it takes its slices: give all "

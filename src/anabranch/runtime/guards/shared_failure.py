@@ -65,8 +65,11 @@ class SharedFailure:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost
         deadline = time.monotonic() + TIMEOUTS.grace_s
-        while not (text := _published()) and time.monotonic() < deadline:
+        text = ""
+        while not text and time.monotonic() < deadline:
             time.sleep(0.05)
+            with suppress(RuntimeError, ValueError):
+                text = failure_in(run_store())
         if text and not text.startswith(f"{self._rank}:"):
             return SystemExit(stops_because_of(text, self._rank))
         error = StageFailedError(
@@ -75,12 +78,6 @@ class SharedFailure:
         )
         self.publish(error)
         return error
-
-
-def _published() -> str:
-    with suppress(RuntimeError, ValueError):
-        return failure_in(run_store())
-    return ""
 
 
 def failure_in(store: Store) -> str:

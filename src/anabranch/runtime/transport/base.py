@@ -64,17 +64,12 @@ def guarded(call: Callable[[], T]) -> T:
     """
     try:
         return call()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except RuntimeError as error:
-        if _is_own(error):
+        if any(sign in str(error).lower() for sign in OWN_ERRORS):
             raise
         raise lost(error) from error
-
-
-def _is_own(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or any(
-        sign in text for sign in OWN_ERRORS
-    )
 
 
 def lost(error: BaseException) -> PeerLostError:

@@ -21,7 +21,7 @@ import socket
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Receipt, Spec, Transport, listed
-from anabranch.runtime.transport.meeting import Meeting, Peer
+from anabranch.runtime.transport.meeting import Peer
 from anabranch.runtime.transport.memory import Record, Segment
 from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpack
 
@@ -44,16 +44,13 @@ class HostTransport:
         otherwise: takes messages to and from ranks of other hosts; closed with this one.
     """
 
-    def __init__(self, meeting: Meeting, timeout: float) -> None:
-        assert meeting.segment is not None
-        self._segment = meeting.segment
+    def __init__(self, segment: Segment, peers: Mapping[int, Peer], timeout: float) -> None:
+        self._segment = segment
         self.otherwise: Transport | None = None
         self._lines = {
-            rank: _PeerConnection(rank, peer, timeout)
-            for rank, peer in sorted(meeting.peers.items())
+            rank: _PeerConnection(rank, peer, timeout) for rank, peer in sorted(peers.items())
         }
-        peers = list(meeting.peers.values())
-        self._close = weakref.finalize(self, _close, os.getpid(), peers, self._segment)
+        self._close = weakref.finalize(self, _close, os.getpid(), [*peers.values()], segment)
         self._any: select.poll | None = None
         self._ended: set[int] = set()
         _OPEN.add(self)
@@ -226,7 +223,6 @@ class _PeerConnection:
                 self._arrived[record.tag].append((record, data))
 
     def lost(self, reason: str) -> PeerLostError:
-        """Return the error for a connection that broke."""
         return PeerLostError(f"the connection to rank {self._rank} broke: {reason}")
 
 

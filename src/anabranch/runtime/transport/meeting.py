@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from anabranch.device.host import host
+from anabranch.device.accelerator import host
 from anabranch.runtime.transport.memory import BlockAddress, Reader, Segment, Window, Writer
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -51,7 +51,6 @@ class Event(FileIO):
         os.eventfd_write(self.fileno(), 1)
 
     def clear(self) -> None:
-        """Reset the event."""
         self.read(8)
 
 
@@ -78,16 +77,10 @@ class Peer:
             end.close()
 
 
-@dataclass
-class Meeting:
-    """Connections to the ranks of one host; without a segment there are none."""
-
-    segment: Segment | None
-    peers: dict[int, Peer]
-
-
-def meet(rank: int, exchange: Exchange) -> Meeting:
-    """Connect this rank to the others of its host; all ranks of the run call it."""
+def meet(rank: int, exchange: Exchange) -> tuple[Segment | None, dict[int, Peer]]:
+    """Connect this rank to the others of its host, and return them with the memory that this rank
+    writes; None where there are no others. All ranks of the run call it.
+    """
     name = secrets.token_bytes(_NAME_BYTES)
     segment, listener = _opened(name)
     own = bytes(_HOST_BYTES) if segment is None else _host_digest()
@@ -120,7 +113,7 @@ def meet(rank: int, exchange: Exchange) -> Meeting:
     if segment is not None and not peers:  # nobody would close it
         segment.close()
         segment = None
-    return Meeting(segment, peers)
+    return segment, peers
 
 
 def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:

@@ -81,11 +81,9 @@ class Chunk:
         self._holds: list[_Hold | None] = [None] * num_blocks
 
     def place(self, index: int) -> BlockAddress:
-        """Return the address of a block, for the other end."""
         return BlockAddress(self.offset, self.block_bytes, self.num_blocks, index)
 
     def start(self, index: int) -> int:
-        """Return the offset of a block in the memory of the chunk."""
         return _FLAGS_BYTES + index * self.block_bytes
 
     def take(self) -> int:
@@ -130,7 +128,6 @@ def _let_go(hold: weakref.ref[memoryview]) -> None:
 
 
 def chunk_bytes(block_bytes: int, num_blocks: int) -> int:
-    """Length of a chunk in its segment."""
     return _FLAGS_BYTES + num_blocks * block_bytes
 
 
@@ -152,14 +149,11 @@ class Segment:
                 return chunk, index
         # As many as there are already, so that any number is found in few chunks.
         count = sum(chunk.num_blocks for chunk in chunks)
-        chunk = self._grow(block_bytes, min(max(count, 4), _MOST_BLOCKS))
-        chunks.append(chunk)
-        return chunk, chunk.take()
-
-    def _grow(self, block_bytes: int, num_blocks: int) -> Chunk:
+        num_blocks = min(max(count, 4), _MOST_BLOCKS)
         offset, self._end = self._end, self._end + chunk_bytes(block_bytes, num_blocks)
         os.ftruncate(self.file, self._end)
-        return Chunk(self.file, offset, block_bytes, num_blocks)
+        chunks.append(chunk := Chunk(self.file, offset, block_bytes, num_blocks))
+        return chunk, chunk.take()
 
     def close(self) -> None:
         """Let go of the file; what others have of it stays."""
@@ -175,7 +169,6 @@ class Window:
         self._chunks: dict[int, Chunk] = {}
 
     def chunk(self, place: BlockAddress) -> Chunk:
-        """The chunk of a block."""
         chunk = self._chunks.get(place.offset)
         if chunk is None:
             chunk = Chunk(self._file, place.offset, place.block_bytes, place.num_blocks)

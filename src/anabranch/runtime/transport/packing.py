@@ -51,7 +51,6 @@ def packing_of(specs: tuple[Spec, ...]) -> Packing:
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
-    """Shapes and element types."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
