@@ -21,10 +21,11 @@ from anabranch import launch
 from anabranch.errors import AnabranchError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import take
 from anabranch.verification import verify
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, num_ranks, plan
-from tests.runtime.training import LIMIT_S
+from tests.runtime.training import LIMIT_S, on_one_device
 
 pytestmark = pytest.mark.dist
 
@@ -304,6 +305,25 @@ def test_parts_that_the_loop_replaces_and_their_modes_are_noticed() -> None:
     module.head.bias = nn.Parameter(torch.ones(3))
     module.body = nn.Identity()
     assert reads.changed() == ["kept", "body", "body.weight", "body.bias", "head.bias"]
+
+
+class NoisyCounter(Net):
+    """Counts its calls, and draws random numbers, so that gradients cannot be compared."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return self.entries(x + torch.randn_like(x), y).mean() * self.calls
+
+
+def test_a_counter_beside_random_numbers_is_refused() -> None:
+    """The module is called twice with the same numbers, in training and by ``verify``."""
+    workload, pipeline = on_one_device(NoisyCounter(), lambda n: take(batches()[0], 0, n))
+    with pytest.raises(AnabranchError, match="sets calls"):
+        pipeline.step(batches()[0])
+    with pytest.raises(AnabranchError, match="sets calls"):
+        verify(workload, 2, batch=batches()[0], timeout=LIMIT_S)
 
 
 # Writes that tracing drops

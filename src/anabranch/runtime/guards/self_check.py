@@ -38,6 +38,7 @@ from anabranch.runtime.reference import (
     num_samples,
     reference,
     require_repeatable,
+    same_numbers,
     take,
 )
 from anabranch.runtime.worker import Worker
@@ -94,7 +95,33 @@ def compare_with_eager(
     cuts = _cuts(steps, leaves)
     size = cuts[-1][1]
     worker = steps.alone(max(stop - start for start, stop in cuts), size)
+    names = sorted(
+        n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
+    )
+    digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
+    writes = seen_writes(captured.programs.example)
+
+    def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
+        expected = torch.zeros_like(digests)
+        if mesh.rank == 0:
+            some = take(batch, 0, size)
+            with on_one_device(module, home), NoDropout():
+                with unchanged_state(captured), same_numbers(module):
+                    result = reference(module, some, slices, captured.weights)
+                if is_first:
+                    with unchanged_state(captured):
+                        notes = require_repeatable(module, some, result.loss, writes)
+                    for note in notes:
+                        warnings.warn(note, stacklevel=8)
+            gradients = in_slices(result.gradients, names, view_named)
+            for i, name in enumerate(names):
+                expected[i] = _digest(gradients.get(name))
+            expected[-1, 0] = result.loss
+        mesh.broadcast(expected, 0)
+        return expected
+
     if _any_random(worker, mesh):
+        eager([(0, size)], is_first=True)
         return "not compared: the model draws random numbers besides dropout"
     first = {name: leaf[:size] for name, leaf in leaves.items()}
     parameters = {
@@ -109,10 +136,6 @@ def compare_with_eager(
         parameter = parameters[name]
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     Reducer(parameters, holders, mesh).sum_now(everywhere=True)
-    names = sorted(
-        n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
-    )
-    digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
     for i, name in enumerate(names):
         if name in parameters and holders.owner(name) == mesh.rank:
             digests[i] = _digest(parameters[name].grad)
@@ -120,27 +143,6 @@ def compare_with_eager(
     for parameter in parameters.values():
         parameter.grad = None
     mesh.all_reduce(digests)
-
-    writes = seen_writes(captured.programs.example)
-
-    def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
-        expected = torch.zeros_like(digests)
-        if mesh.rank == 0:
-            some = take(batch, 0, size)
-            with on_one_device(module, home), NoDropout():
-                with unchanged_state(captured):
-                    result = reference(module, some, slices, captured.weights)
-                if is_first:
-                    with unchanged_state(captured):
-                        notes = require_repeatable(module, some, result.loss, writes)
-                    for note in notes:
-                        warnings.warn(note, stacklevel=8)
-            gradients = in_slices(result.gradients, names, view_named)
-            for i, name in enumerate(names):
-                expected[i] = _digest(gradients.get(name))
-            expected[-1, 0] = result.loss
-        mesh.broadcast(expected, 0)
-        return expected
 
     whole = eager([(0, size)], is_first=True)
     if not torch.isfinite(whole).all():
