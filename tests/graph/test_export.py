@@ -531,16 +531,28 @@ def packed(net: Net, h: torch.Tensor) -> torch.Tensor:
     return pack_padded_sequence(h[:, None], torch.ones(len(h)), batch_first=True).data
 
 
+def projected(net: Net, h: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return h @ torch.randn(h.shape[-1], h.shape[-1])
+
+
+def frozen_inside(net: Net, h: torch.Tensor) -> torch.Tensor:
+    net.last.requires_grad_(False)
+    return h
+
+
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
+        (frozen_inside, "freezes or thaws parameters"),
         (packed, "packs sequences"),
+        (projected, "seeds random numbers"),
         (mapped, "torch.vmap or torch.func.*einsum"),
         (mapped_gradient, "torch.vmap or torch.func"),
         (penalised, "asks for a gradient inside the forward, as a gradient penalty does"),
     ],
 )
-def test_transforms_and_derivatives_inside_the_forward_are_refused(
+def test_transforms_derivatives_and_seeds_inside_the_forward_are_refused(
     body: Any, complaint: str
 ) -> None:
     """With the user's line and a way on instead of the tracer's own words; afterwards both work."""

@@ -19,10 +19,11 @@ from anabranch import launch
 from anabranch.errors import AnabranchError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.reference import take
 from anabranch.verification import verify
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Built, num_ranks, plan
-from tests.runtime.training import LIMIT_S
+from tests.runtime.training import LIMIT_S, on_one_device
 
 pytestmark = pytest.mark.dist
 
@@ -250,10 +251,12 @@ class Scheduled(Net):
         self.weight, self.weights, self.seen = 1.0, {"aux": 1.0}, 0
         self.decayed = [*self.parameters()]
         self.register_buffer("kept", torch.ones(()))
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         decay = sum(parameter.square().sum() for parameter in self.decayed)
-        return self.entries(x, y).mean() * self.weight * self.weights["aux"] * self.kept + decay
+        loss = self.entries(self.drop(x), y).mean()
+        return loss * self.weight * self.weights["aux"] * self.kept + decay
 
 
 def weight(module: Any, step: int) -> None:
@@ -267,6 +270,8 @@ def weights(module: Any, step: int) -> None:
 def kept(module: Any, step: int) -> None:
     module.seen = step
     module.kept.fill_(0.5**step)
+    module.eval()  # to evaluate by hand
+    module.train()
 
 
 @pytest.mark.parametrize("between", [weight, weights])
@@ -281,6 +286,42 @@ def test_an_attribute_that_the_loop_changes_is_refused(between: Between) -> None
 def test_a_buffer_may_change_and_what_the_forward_does_not_read() -> None:
     outcome = piped(Scheduled(), batches(), between=kept)
     assert agree(outcome, plain_losses(Scheduled(), batches(), between=kept)), outcome
+
+
+def test_parts_that_the_loop_replaces_and_their_modes_are_noticed() -> None:
+    """A captured program has the tensors and layers of then, in the modes of then."""
+    module: Any = Scheduled()
+    reads = capture(module, batches()[0]).programs.exporter.reads
+    assert not reads.changed()
+    module.eval()  # the whole, to be evaluated by hand
+    assert not reads.changed()
+    module.train()
+    module.drop.eval()
+    assert reads.changed() == ["drop.training (was True, now False)"]
+    module.train()
+    module.kept = torch.ones(())
+    module.head.bias = nn.Parameter(torch.ones(3))
+    module.body = nn.Identity()
+    assert reads.changed() == ["kept", "body", "body.weight", "body.bias", "head.bias"]
+
+
+class NoisyCounter(Net):
+    """Counts its calls, and draws random numbers, so that gradients cannot be compared."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return self.entries(x + torch.randn_like(x), y).mean() * self.calls
+
+
+def test_a_counter_beside_random_numbers_is_refused() -> None:
+    """The module is called twice with the same numbers, in training and by ``verify``."""
+    workload, pipeline = on_one_device(NoisyCounter(), lambda n: take(batches()[0], 0, n))
+    with pytest.raises(AnabranchError, match="sets calls"):
+        pipeline.step(batches()[0])
+    with pytest.raises(AnabranchError, match="sets calls"):
+        verify(workload, 2, batch=batches()[0], timeout=LIMIT_S)
 
 
 # Writes that tracing drops

@@ -2,7 +2,8 @@
 
 ``loss * self.weight`` with a number is fixed when the model is captured, so a loop that changes the
 number trains something else. While a forward is traced, reads of attributes that are no parameters,
-buffers or modules are noted; before each step they are compared, most of them by identity.
+buffers or modules are noted; before each step they are compared, most of them by identity, and so
+are all parameters, buffers and modules, which may have been replaced.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import nn
 
 from anabranch.graph.module_state import with_attributes
 
-_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))
-"""Attributes of every module, such as its mode."""
+_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module))) - {"training"}
+"""Attributes of every module, but for its mode, in which a loop may put one part alone."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _NOTHING = object()
@@ -39,6 +40,7 @@ class AttributesRead:
         self._module, self._traced = module, traced
         self._changes: set[tuple[str, str]] = set()
         self._kept: dict[tuple[str, str], tuple[nn.Module, Any, Any]] = {}
+        self._entries: dict[str, nn.Module | torch.Tensor | None] = {}
         self.buffers: dict[str, tuple[torch.Tensor, Any]] = {}
 
     @contextlib.contextmanager
@@ -70,13 +72,19 @@ class AttributesRead:
                 self._changes.add((path, name))
             elif (path, name) not in self._kept:
                 self._keep(path, name, self._module.get_submodule(path))
+                if name == "training":  # of a trace in training mode, whatever the mode outside
+                    self._kept[path, name] = self._kept[path, name][0], before, before
         for changed in self._changes & self._kept.keys():
             del self._kept[changed]
 
     def changed(self) -> list[str]:
         """Attributes that are other ones than when the forward was traced, as text."""
-        texts, same = [], set[int]()
+        entries, same = _entries(self._module), set[int]()
+        known = self._entries = self._entries or entries
+        texts = [n for n in {**known, **entries} if known.get(n) is not entries.get(n)]
         for (path, name), (part, kept, before) in self._kept.items():
+            if name == "training" and not self._module.training:
+                continue
             now = getattr(part, name, _NOTHING)
             if now is kept and (type(now) in _PLAIN or id(now) in same):
                 continue
@@ -111,12 +119,24 @@ class AttributesRead:
 
     def accept(self) -> None:
         """Take the attributes as they are now: what a call of the forward has changed."""
+        self._entries = {}
         for (path, name), (part, _, _) in list(self._kept.items()):
-            self._keep(path, name, part)
+            if name != "training":
+                self._keep(path, name, part)
 
     def _keep(self, path: str, name: str, part: nn.Module) -> None:
         value = getattr(part, name, _NOTHING)
         self._kept[path, name] = part, value, _snapshot(value)
+
+
+def _entries(module: nn.Module) -> dict[str, nn.Module | torch.Tensor | None]:
+    """Parameters, buffers and parts of a module by name."""
+    return {
+        f"{path}.{name}" if path else name: held
+        for path, part in module.named_modules()
+        for table in (part._parameters, part._buffers, part._modules)
+        for name, held in table.items()
+    }
 
 
 def _is_value(part: nn.Module, name: str, value: Any) -> bool:

@@ -224,7 +224,8 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
     """
     function = torch.autograd.function._SingleLevelFunction  # whose apply all others call
     plain = checkpoint._checkpoint_without_reentrant_generator
-    data: Any = torch.Tensor.data
+    tensors: Any = torch.Tensor
+    data, requires_grad = tensors.data, tensors.requires_grad
 
     def apply(cls: Any, *args: Any) -> Any:
         if (inputs := _recomputed(cls, *args)) is not None:
@@ -261,6 +262,12 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
             refuse_to_assign()
         data.__set__(tensor, value)
 
+    def require_gradient(tensor: Any, value: bool = True) -> Any:
+        if isinstance(tensor, nn.Parameter) and value != requires_grad.__get__(tensor):
+            freeze()
+        requires_grad.__set__(tensor, value)
+        return tensor
+
     def refuse(what: str) -> Callable[..., Any]:
         def raise_error(*_: Any, **__: Any) -> Any:
             raise CaptureError(f"{user_frame(traceback.extract_stack())} {what}")
@@ -289,12 +296,23 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         "packs sequences (pack_padded_sequence), whose operations differ with their lengths: give "
         "the layer the padded ones, and read its results where there is no padding (gather, a mask)"
     )
+    freeze = refuse(
+        "freezes or thaws parameters in the forward, which tracing loses: call the part with "
+        "detached ones (torch.func.functional_call), or set requires_grad before the capture"
+    )
+    seed = refuse(
+        "seeds random numbers, which a captured program does not, so each step would draw others: "
+        "draw them once, in __init__, and keep them in a buffer"
+    )
     refuse_to_assign = refuse(
         "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
         "(register_buffer) and change that in place (copy_)"
     )
     patches = [
         (torch.Tensor, "data", property(read, assign)),
+        (torch.Tensor, "requires_grad", property(requires_grad.__get__, require_gradient)),
+        (torch.Tensor, "requires_grad_", require_gradient),
+        (torch, "manual_seed", seed),
         (function, "apply", classmethod(apply)),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", hook),

@@ -108,8 +108,8 @@ def lower(
                     builder.env[node] = builder.made(node, _aten.clone.default, leaf)
             else:
                 raise CaptureError(
-                    f"the module holds {spec.target}, which is neither a tensor nor a constant "
-                    f"({spec.kind.name}); keep it out of the forward"
+                    f"the forward reads {exported.constants.get(str(spec.target), spec.target)}, "
+                    "which is neither a tensor nor a constant; keep it out of the forward"
                 )
         outputs = builder.body(exported.graph_module, exported.graph)
         return builder.finish(samples, outputs)

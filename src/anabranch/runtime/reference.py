@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.data.packed import call_module
+from anabranch.device import accelerator
 from anabranch.errors import AnabranchError, TrainingError
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.returned_loss import scalars
@@ -105,6 +107,16 @@ def reference(
     return Reference(loss, metrics, gradients)
 
 
+@contextmanager
+def same_numbers(module: nn.Module) -> Iterator[None]:
+    """Inside, a module draws the same random numbers each time; torch's own go on afterwards."""
+    place = start_of(module)
+    gpus = [place] if accelerator.is_on_accelerator(place) else []
+    with torch.random.fork_rng(gpus, device_type=place.type):
+        torch.manual_seed(0)
+        yield
+
+
 def require_repeatable(
     module: nn.Module, batch: Batch, first: float, writes: Collection[str] | None = None
 ) -> tuple[str, ...]:
@@ -115,7 +127,7 @@ def require_repeatable(
     wrong.
 
     Args:
-        first: the loss of the first call.
+        first: the loss of the first call, with the ``same_numbers`` if it draws any.
         writes: names of all buffers and parameters that the captured program changes.
 
     Returns:
@@ -127,7 +139,7 @@ def require_repeatable(
     before = _plain_attributes(module)
     named = (*module.named_parameters(), *module.named_buffers()) if writes is not None else ()
     tensors = {n: tensor for n, tensor in named if n not in (writes or ()) and tensor.numel()}
-    with unchanged_buffers(module), in_mode(module, training=True):
+    with unchanged_buffers(module), in_mode(module, training=True), same_numbers(module):
         digests = {name: copies_digest([tensor]) for name, tensor in tensors.items()}
         second = float(call(module, _moved(batch, start_of(module)))["loss"].detach())
         lost = [n for n, tensor in tensors.items() if copies_digest([tensor]) != digests[n]]

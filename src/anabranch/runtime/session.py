@@ -151,7 +151,7 @@ class Session:
         Raises:
             DataError: if it is not built as the example.
             TrainingError: if a parameter is trained now that was frozen at the start, or an
-                attribute that the forward reads has changed.
+                attribute that the forward reads, or a part of the module, has changed.
         """
         if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
@@ -163,10 +163,10 @@ class Session:
         self.captured.freeze_slices()
         if is_step and (changed := self.captured.programs.exporter.reads.changed()):
             raise TrainingError(
-                f"{', '.join(changed[:3])} has changed since the model was captured; the forward "
-                "reads it in Python, so the captured model keeps the value that it had: hold it in "
-                "a buffer (register_buffer) and change that in place (fill_), or pass it in the "
-                "batch, as a tensor with an entry per sample"
+                f"{', '.join(changed[:3])} has changed since the model was captured, which keeps "
+                "what the forward reads in Python: hold it in a buffer (register_buffer), change "
+                "tensors in place (fill_), or pass it in the batch, as a tensor with an entry per "
+                "sample; for other layers or modes, save a checkpoint and resume from it"
             )
         self._require_same_branches(self.workers)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)

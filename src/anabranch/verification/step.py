@@ -28,13 +28,14 @@ from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told
+from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
-from anabranch.runtime.initialisation import SEEDS, materialise, require_values
+from anabranch.runtime.initialisation import SEEDS, materialise, meta_names, require_values
 from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import own_device
@@ -44,6 +45,7 @@ from anabranch.runtime.reference import (
     num_samples,
     reference,
     require_repeatable,
+    same_numbers,
     take,
 )
 from anabranch.verification import even
@@ -166,8 +168,14 @@ def verify(
         return loss, _on_cpu(gradients)
 
     def one_device() -> tuple[Reference, Reference | None, tuple[str, ...]]:
+        notes: tuple[str, ...] = ()
+        if not meta_names(module):
+            with NoDropout(), unchanged_state(captured), same_numbers(module):
+                first = reference(module, batch, [(0, size)]).loss
+            with NoDropout(), unchanged_state(captured):
+                notes = require_repeatable(module, batch, first, writes)
         loss, gradients = one_rank(alone, check_memory=False)
-        return Reference(loss, {}, gradients), None, ()
+        return Reference(loss, {}, gradients), None, notes
 
     def one_process() -> tuple[Reference, Reference | None, tuple[str, ...]]:
         require_values(module, materialise(module, seed=seed % SEEDS))

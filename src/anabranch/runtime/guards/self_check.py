@@ -24,7 +24,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.module_state import on_one_device
-from anabranch.graph.reverted import unchanged_state
+from anabranch.graph.reverted import unchanged_state, without_gradients
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
@@ -38,6 +38,7 @@ from anabranch.runtime.reference import (
     num_samples,
     reference,
     require_repeatable,
+    same_numbers,
     take,
 )
 from anabranch.runtime.worker import Worker
@@ -94,33 +95,10 @@ def compare_with_eager(
     cuts = _cuts(steps, leaves)
     size = cuts[-1][1]
     worker = steps.alone(max(stop - start for start, stop in cuts), size)
-    if _any_random(worker, mesh):
-        return "not compared: the model draws random numbers besides dropout"
-    first = {name: leaf[:size] for name, leaf in leaves.items()}
-    parameters = {
-        n: p for n, p in captured.parameters().items() if mesh.rank in holders.parameters.get(n, ())
-    }
-    for parameter in parameters.values():
-        parameter.grad = None
-    with unchanged_state(captured):
-        outcome = worker.run(first, 0)
-    # In exact mode uses of tied parameters come back one by one.
-    for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
-        parameter = parameters[name]
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    Reducer(parameters, holders, mesh).sum_now(everywhere=True)
     names = sorted(
         n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
     )
     digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
-    for i, name in enumerate(names):
-        if name in parameters and holders.owner(name) == mesh.rank:
-            digests[i] = _digest(parameters[name].grad)
-    digests[-1, 0] = outcome.loss
-    for parameter in parameters.values():
-        parameter.grad = None
-    mesh.all_reduce(digests)
-
     writes = seen_writes(captured.programs.example)
 
     def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
@@ -128,7 +106,7 @@ def compare_with_eager(
         if mesh.rank == 0:
             some = take(batch, 0, size)
             with on_one_device(module, home), NoDropout():
-                with unchanged_state(captured):
+                with unchanged_state(captured), same_numbers(module):
                     result = reference(module, some, slices, captured.weights)
                 if is_first:
                     with unchanged_state(captured):
@@ -141,6 +119,27 @@ def compare_with_eager(
             expected[-1, 0] = result.loss
         mesh.broadcast(expected, 0)
         return expected
+
+    if _any_random(worker, mesh):
+        eager([(0, size)], is_first=True)
+        return "not compared: the model draws random numbers besides dropout"
+    first = {name: leaf[:size] for name, leaf in leaves.items()}
+    parameters = {
+        n: p for n, p in captured.parameters().items() if mesh.rank in holders.parameters.get(n, ())
+    }
+    with without_gradients(parameters.values()):
+        with unchanged_state(captured):
+            outcome = worker.run(first, 0)
+        # In exact mode uses of tied parameters come back one by one.
+        for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
+            parameter = parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        Reducer(parameters, holders, mesh).sum_now(everywhere=True)
+        for i, name in enumerate(names):
+            if name in parameters and holders.owner(name) == mesh.rank:
+                digests[i] = _digest(parameters[name].grad)
+    digests[-1, 0] = outcome.loss
+    mesh.all_reduce(digests)
 
     whole = eager([(0, size)], is_first=True)
     if not torch.isfinite(whole).all():
@@ -175,12 +174,9 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
 
 
 def _any_random(worker: Worker, mesh: Mesh) -> bool:
-    is_random = any(
-        draws_random(worker.layout.program(action.stage, action.microbatch).module)
-        for action in worker.actions
-        if action.kind is Kind.FORWARD
-    )
-    return bool(mesh.all_reduce(torch.tensor([float(is_random)]))[0])
+    forwards = (a for a in worker.actions if a.kind is Kind.FORWARD)
+    programs = (worker.layout.program(a.stage, a.microbatch).module for a in forwards)
+    return bool(mesh.all_reduce(torch.tensor([float(any(map(draws_random, programs)))]))[0])
 
 
 def _digest(gradient: Tensor | None) -> Tensor:
@@ -223,7 +219,7 @@ def _sliced(
 ) -> TrainingError:
     """Micro-batches make another loss, and the graph does not tell why."""
     size = cuts[-1][1]
-    suspects = " or ".join(captured.foreign) or "an index along them"
+    suspects = " or ".join(captured.foreign) or "an index along them or a hook on a parameter"
     return TrainingError(
         f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
         f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
