@@ -216,9 +216,9 @@ def _write_page(
         drawn[graph] = shown_timeline(title, *shown, plan.mode)
     plan = plans[first]
     if plan.mode == "sync":
-        step_s = {
-            c.planner: plans[c].figures.step_s for c in others if c.planner in solve.BASELINES
-        }
+        # The best chain is not compared with the best chain.
+        names = {"data-parallel"} if first.planner == "chain" else solve.BASELINES.keys()
+        step_s = {c.planner: plans[c].figures.step_s for c in others if c.planner in names}
         plan = comparison.noting_baselines(plan, step_s)
     notes = [*best.lines(), *comparison.remarks(results, costs.origin)]
     write_text(file, page(plan, [*drawn.values()], tables=[table], notes=notes))
