@@ -119,7 +119,7 @@ class AttributesRead:
 
     def accept(self) -> None:
         """Take the attributes as they are now: what a call of the forward has changed."""
-        self._entries = {}
+        self._entries = _entries(self._module)
         for (path, name), (part, _, _) in list(self._kept.items()):
             if name != "training":
                 self._keep(path, name, part)
