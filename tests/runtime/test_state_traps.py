@@ -290,6 +290,17 @@ def test_a_buffer_may_change_and_what_the_forward_does_not_read() -> None:
     assert agree(outcome, plain_losses(Scheduled(), batches(), between=kept)), outcome
 
 
+def test_an_attribute_that_changes_between_evaluations_is_refused() -> None:
+    """The program of evaluation would keep it as well."""
+    module: Any = Scheduled()
+    _, pipeline = on_one_device(module, lambda n: take(batches()[0], 0, n))
+    module.drop.eval()  # as all parts are in an evaluation
+    assert pipeline.evaluate(batches()[:1]) == pipeline.evaluate(batches()[:1])
+    module.weight = 0.5
+    with pytest.raises(AnabranchError, match="weight"):
+        pipeline.evaluate(batches()[:1])
+
+
 def test_parts_that_the_loop_replaces_and_their_modes_are_noticed() -> None:
     """A captured program has the tensors and layers of then, in the modes of then."""
     module: Any = Scheduled()
