@@ -328,6 +328,26 @@ class NoisyCounter(Net):
         return self.entries(x + torch.randn_like(x), y).mean() * self.calls
 
 
+class NormedCounter(Net):
+    """Counts its calls, and has other statistics in micro-batches."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return self.entries(self.norm(x), y).mean() * self.calls
+
+
+def test_a_counter_beside_batch_normalisation_is_refused() -> None:
+    """A comparison by micro-batches does not call the module on the whole batch."""
+    with pytest.raises(AnabranchError, match="sets calls"):
+        verify(Workload(NormedCounter(), batches()[0]), 2, batch=batches()[0], timeout=LIMIT_S)
+
+
 def test_a_counter_beside_random_numbers_is_refused() -> None:
     """The module is called twice with the same numbers, in training and by ``verify``."""
     workload, pipeline = on_one_device(NoisyCounter(), lambda n: take(batches()[0], 0, n))
