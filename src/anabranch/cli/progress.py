@@ -156,7 +156,7 @@ class TrainingProgress:
         sys.stderr.flush()
 
     def _words(self, event: StepEvent, now: float) -> tuple[str, list[str]]:
-        """How many steps are done, and what else there is to say, the most important first."""
+        """Steps that are done as text, and further texts, the most important first."""
         from statistics import fmean, median
 
         what = "mini-batch" if self._is_async else "step"

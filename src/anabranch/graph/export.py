@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
 from torch.nn.modules._functions import BackwardHookFunction
@@ -61,7 +61,13 @@ class ReturnsLoss(nn.Module):
         before = [(owner._buffers, dict(owner._buffers)) for owner in self.module.modules()]
         output = call_module(self.module, batch, traced=True)
         if (other := self.selections.other_effect(output)) is not None:
-            raise _refused_work(*other)
+            place, reader, how = other
+            raise CaptureError(
+                f"{place} leaves work out where a selection is empty, and {user_line(reader)} "
+                f"{how}, so the operations differ from batch to batch; compute for the selection "
+                "alone (x[rows]) and write to its places (out[rows] += y, or out.index_add_(0, "
+                "rows, y))"
+            )
         if is_fraction(output) and "loss" not in fields_of(output):
             self.pairs.add("loss")
         result = scalars(output)
@@ -326,14 +332,6 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
     ]
     with with_attributes(patches):
         yield
-
-
-def _refused_work(place: str, call: fx.Node, how: str) -> CaptureError:
-    return CaptureError(
-        f"{place} leaves work out where a selection is empty, and {user_line(call)} {how}, so the "
-        "operations differ from batch to batch; compute for the selection alone (x[rows]) and "
-        "write to its places (out[rows] += y, or out.index_add_(0, rows, y))"
-    )
 
 
 def _layer_dropout(module: nn.Module) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,9 +23,11 @@ from torch.utils import _pytree as pytree
 from anabranch.data.packed import call_module
 from anabranch.device import accelerator
 from anabranch.errors import AnabranchError, TrainingError
+from anabranch.graph.capture import Captured
+from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.returned_loss import scalars
-from anabranch.graph.reverted import unchanged_buffers, without_gradients
+from anabranch.graph.reverted import unchanged_buffers, unchanged_state, without_gradients
 from anabranch.graph.tracing import user_frame
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
@@ -117,10 +119,8 @@ def same_numbers(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def require_repeatable(
-    module: nn.Module, batch: Batch, first: float, writes: Collection[str] | None = None
-) -> tuple[str, ...]:
-    """Accept a module whose loss of a batch is that of its first call, but for rounding.
+def require_repeatable(captured: Captured, batch: Batch, first: float) -> tuple[str, ...]:
+    """Accept a captured module whose loss of a batch is that of its first call, but for rounding.
 
     A captured program does the same at every step. A counter, a schedule or random numbers in
     Python are fixed in it when the model is captured, and training goes on as if nothing were
@@ -128,7 +128,6 @@ def require_repeatable(
 
     Args:
         first: the loss of the first call, with the ``same_numbers`` if it draws any.
-        writes: names of all buffers and parameters that the captured program changes.
 
     Returns:
         A warning of attributes that the forward sets, if it does.
@@ -136,10 +135,11 @@ def require_repeatable(
     Raises:
         TrainingError: naming these attributes; or tensors that change unseen.
     """
+    module, writes = captured.module, seen_writes(captured.programs.example)
     before = _plain_attributes(module)
     named = (*module.named_parameters(), *module.named_buffers()) if writes is not None else ()
     tensors = {n: tensor for n, tensor in named if n not in (writes or ()) and tensor.numel()}
-    with unchanged_buffers(module), in_mode(module, training=True), same_numbers(module):
+    with unchanged_state(captured), in_mode(module, training=True), same_numbers(module):
         digests = {name: copies_digest([tensor]) for name, tensor in tensors.items()}
         second = float(call(module, _moved(batch, start_of(module)))["loss"].detach())
         lost = [n for n, tensor in tensors.items() if copies_digest([tensor]) != digests[n]]

@@ -20,7 +20,6 @@ from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
-from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.heartbeat import watch_ranks
@@ -211,8 +210,7 @@ class Session:
         Raises:
             DataError: if there are no batches.
         """
-        before: tuple[Outcome, int] | None = None
-        samples = 0
+        before, samples = None, 0
         with POSITION.doing(Phase.EVALUATION):
             with self.failing():
                 self.state.require_values()
@@ -223,10 +221,6 @@ class Session:
                 sums = torch.zeros(1 + len(names), dtype=torch.float64)
             # Whoever lacks held-out data may go on.
             chosen = self.feed.held_out(workers.needed_leaves) if loader is None else loader
-
-            def add(outcome: Outcome, size: int) -> None:
-                shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
-                sums.add_(torch.tensor(shares, dtype=torch.float64) * size)
 
             for number, batch in enumerate(self.feed.read(chosen)):
                 what = f"held-out batch {number}"
@@ -239,12 +233,13 @@ class Session:
                     outcome.bring()
                     # A look at a device waits for it, so the next batch is under way by then.
                     if before is not None:
-                        add(*before)
-                before, samples = (outcome, size), samples + size
+                        sums += before[0].numbers(names) * before[1]
+                before = outcome, size
+                samples += size
             if before is None:
                 raise DataError("the held-out data has no batches")
             with self.failing(), POSITION.doing(Phase.TOTALS):
-                add(*before)
+                sums += before[0].numbers(names) * before[1]
                 totals = (self.mesh.all_reduce(sums) / samples).tolist()
         return dict(zip(("loss", *names), totals, strict=True))
 

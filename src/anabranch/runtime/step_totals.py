@@ -71,12 +71,11 @@ class StepTotals:
         """Begin the sum, unless it has begun; waits for what the device has to tell."""
         if self._pending is None:
             outcome = self._outcome
-            metrics = (outcome.metrics.get(name, 0.0) for name in self._names)
             flags = float(INTERRUPT.heard), float(SAVE_CLOCK.wanted)
             short = float(small_digest(self._digest))
-            own = [outcome.loss, float(outcome.is_bad), *self._own, *flags, short, short**2]
-            totals = torch.tensor([*own, *metrics], dtype=torch.float64)
-            self._pending = self._mesh.start_all_reduce(totals)
+            own = [float(outcome.is_bad), *self._own, *flags, short, short**2]
+            totals = [torch.tensor(own, dtype=torch.float64), outcome.numbers(self._names)]
+            self._pending = self._mesh.start_all_reduce(torch.cat(totals))
         return self._pending
 
     def read(self) -> None:
@@ -88,7 +87,7 @@ class StepTotals:
         """
         if not self._is_read:
             sums = self.start().wait().tolist()
-            self.loss, bad, self.squares, overflow, heard, wanted, digests, squared, *metrics = sums
+            bad, self.squares, overflow, heard, wanted, digests, squared, self.loss, *metrics = sums
             self.metrics = dict(zip(self._names, metrics, strict=True))
             self._is_read, self.overflow = True, overflow > 0
             INTERRUPT.agreed |= heard > 0

@@ -211,12 +211,11 @@ class Contest:
         schedules: Iterable[str] = sorted(SPLIT_BACKWARDS),
     ) -> bool:
         """Try proposals with split backwards; whether one is the best now."""
-        found = split_backwards(
-            self._judges[shared], self._costs[shared], graphs, self.best_s, tuple(schedules)
-        )
-        if found is not None:
-            self._split, self.cost = found, self._costs[shared]
-        return found is not None
+        cost = self._costs[shared]
+        split = split_backwards(self._judges[shared], cost, graphs, self.best_s, tuple(schedules))
+        if split is not None:
+            self._split, self.cost = split, cost
+        return split is not None
 
 
 def _is_replicated(graph: StageGraph) -> bool:

@@ -61,9 +61,9 @@ class StepSearch:
         contest, search, count = self._decide(cost, phases, may_share)
         if self.start is None and contest.is_misled and getattr(planner, "shape", "") == "graph":
             chained = replace(self, planner=replace(cast(Any, planner), shape="chain"))
-            other, found, more = chained._decide(cost, phases, may_share)
-            if other.best_s < contest.best_s:
-                contest, search, count = other, found, more
+            decided = chained._decide(cost, phases, may_share)
+            if decided[0].best_s < contest.best_s:
+                contest, search, count = decided
         if self.improve and phases.stop is None:
             looped = self.start if self.start is not None and self.start.shares_devices else None
             phases.run("improve_s", lambda: contest.loop(looped))

@@ -26,7 +26,6 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told
 from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import whole_name
@@ -135,7 +134,6 @@ def verify(
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
     is_random = any(draws_random(program.module, dropout) for program in programs)
-    writes = seen_writes(captured.programs.example)
     if is_random and dropout == "off":  # the module and its capture would draw other numbers
         dropout = "sample"
     by_sample = is_random and dropout == "sample"
@@ -171,8 +169,8 @@ def verify(
         """Notes on a second call of the module, without dropout and with the same numbers."""
         with NoDropout(), unchanged_state(captured), same_numbers(module):
             first = reference(module, batch, [(0, size)]).loss
-        with NoDropout(), unchanged_state(captured):
-            return require_repeatable(module, batch, first, writes)
+        with NoDropout():
+            return require_repeatable(captured, batch, first)
 
     def one_device() -> tuple[Reference, Reference | None, tuple[str, ...]]:
         notes = () if meta_names(module) else repeated()
@@ -188,10 +186,7 @@ def verify(
         with NoDropout() if dropout == "off" else nullcontext():
             expected = reference(module, batch, calls, captured.weights)
             whole = reference(module, batch, [(0, size)]) if has_whole else None
-            if whole is None:
-                notes = repeated()
-            else:
-                notes = require_repeatable(module, batch, whole.loss, writes)
+            notes = repeated() if whole is None else require_repeatable(captured, batch, whole.loss)
         return _fetched(expected), whole and _fetched(whole), notes
 
     on_captured = against in (CAPTURED, SAME_STAGES)

@@ -13,7 +13,7 @@ from anabranch import measure_workload
 from anabranch.errors import TrainingError, WorkloadError
 from anabranch.profile.profile import UpdateCost
 from anabranch.runtime.measurement.workload import (
-    Sizes,
+    MeasurementSizes,
     fit,
     measure_reading,
     measure_update,
@@ -41,7 +41,7 @@ def test_all_that_a_step_takes_is_measured() -> None:
 def test_the_median_of_what_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that takes 8 s to start, then 2 s, 1 s and 3 s a batch: 2 s."""
     clock = [0.0]
-    monkeypatch.setattr(SIZES, Sizes(budget_s=100.0))
+    monkeypatch.setattr(SIZES, MeasurementSizes(budget_s=100.0))
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def batches() -> Iterator[Batch]:
@@ -74,7 +74,7 @@ def test_random_numbers_stay_and_broken_data_is_for_training_to_report() -> None
 
 def test_a_loader_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It held ``plan`` up for ever."""
-    monkeypatch.setattr(SIZES, Sizes(patience_s=0.05))
+    monkeypatch.setattr(SIZES, MeasurementSizes(patience_s=0.05))
     over = threading.Event()
 
     def blocked(batch_size: int, epoch: int) -> Iterator[Batch]:

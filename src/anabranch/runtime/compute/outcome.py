@@ -156,6 +156,11 @@ class Outcome:
         self._read()
         return self._bad_parameters
 
+    def numbers(self, names: Sequence[str]) -> Tensor:
+        """Return the loss and metrics, in float64; 0 for those that this device does not have."""
+        metrics = [self.metrics.get(name, 0.0) for name in names]
+        return torch.tensor([self.loss, *metrics], dtype=torch.float64)
+
     @property
     def loss(self) -> float:
         """This device's share of the step's loss."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.module_state import on_one_device
 from anabranch.graph.reverted import unchanged_state, without_gradients
@@ -99,7 +98,6 @@ def compare_with_eager(
         n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
     )
     digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
-    writes = seen_writes(captured.programs.example)
 
     def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
         expected = torch.zeros_like(digests)
@@ -109,9 +107,7 @@ def compare_with_eager(
                 with unchanged_state(captured), same_numbers(module):
                     result = reference(module, some, slices, captured.weights)
                 if is_first:
-                    with unchanged_state(captured):
-                        notes = require_repeatable(module, some, result.loss, writes)
-                    for note in notes:
+                    for note in require_repeatable(captured, some, result.loss):
                         warnings.warn(note, stacklevel=8)
             gradients = in_slices(result.gradients, names, view_named)
             for i, name in enumerate(names):

@@ -39,7 +39,7 @@ from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MeasurementSizes:
     """Sizes of measurements.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sizes:
     updates_budget_s: float = 2.0
 
 
-SIZES = Sizes()
+SIZES = MeasurementSizes()
 
 
 def measure_workload(

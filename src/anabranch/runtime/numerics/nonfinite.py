@@ -98,19 +98,19 @@ class Trace:
 
     def findings(self, outcome: Outcome) -> list[Finding]:
         """Return what this rank knows of a bad batch."""
-        found = [
+        findings = [
             Finding(1, -stage, microbatch, _GRADIENT, value)
             if is_gradient
             else Finding(0, stage, microbatch, _ACTIVATION, value)
             for (stage, microbatch), value, is_gradient in outcome.bad_values
         ]
         if outcome.bad is not None:
-            found.append(Finding(0, *outcome.bad, _LOSS, -1))
-        found += [
+            findings.append(Finding(0, *outcome.bad, _LOSS, -1))
+        findings += [
             Finding(1, -self._stage_of(name), _UNKNOWN, _PARAMETER, self._names.index(name))
             for name in outcome.bad_parameters
         ]
-        return found
+        return findings
 
     def _stage_of(self, name: str) -> int:
         """Return the last stage of this rank that reads a parameter."""
