@@ -536,6 +536,11 @@ def projected(net: Net, h: torch.Tensor) -> torch.Tensor:
     return h @ torch.randn(h.shape[-1], h.shape[-1])
 
 
+def seeded_by_its_module(net: Net, h: torch.Tensor) -> torch.Tensor:
+    torch.random.manual_seed(0)
+    return h + torch.rand_like(h)
+
+
 def frozen_inside(net: Net, h: torch.Tensor) -> torch.Tensor:
     net.last.requires_grad_(False)
     return h
@@ -547,6 +552,7 @@ def frozen_inside(net: Net, h: torch.Tensor) -> torch.Tensor:
         (frozen_inside, "freezes or thaws parameters"),
         (packed, "packs sequences"),
         (projected, "seeds random numbers"),
+        (seeded_by_its_module, "seeds random numbers"),
         (mapped, "torch.vmap or torch.func.*einsum"),
         (mapped_gradient, "torch.vmap or torch.func"),
         (penalised, "asks for a gradient inside the forward, as a gradient penalty does"),

@@ -318,7 +318,7 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         (torch.Tensor, "data", property(read, assign)),
         (torch.Tensor, "requires_grad", property(requires_grad.__get__, require_gradient)),
         (torch.Tensor, "requires_grad_", require_gradient),
-        (torch, "manual_seed", seed),
+        *((owner, "manual_seed", seed) for owner in (torch, torch.random)),
         (function, "apply", classmethod(apply)),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", hook),
