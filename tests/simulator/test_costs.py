@@ -147,5 +147,6 @@ def test_halves_of_a_backward_are_priced_apart(recompute):
 
 def test_recomputing_stages_hold_what_enters():
     """Stage 1 takes in 130 bytes for 3 samples and keeps 15 more while its backward runs."""
-    assert unbatched().flight_bytes(1, 3)[:2] == (130, 15)
+    nbytes = unbatched().flight_bytes(1, 3)
+    assert (nbytes.held, nbytes.forward, nbytes.backward) == (130, 0, 15)
     assert unbatched().compute_s(1, 3) == (3, 6)

@@ -118,6 +118,15 @@ def test_peak_memory_is_what_the_cost_model_says(schedule, recompute):
         assert min(peaks) > expected if waits else peaks == [expected] * stage.replicas
 
 
+def test_a_frozen_stage_takes_what_its_forward_does():
+    """50 bytes while it computes: its backwards take no time, and it keeps nothing."""
+    cost = cost_model(chain(2), [1, 1], [0, 2], cluster(2))
+    working = tuple(replace(costs, working_bytes=50) for costs in cost.profile.costs)
+    cost = replace(cost, profile=replace(cost.profile, costs=working))
+    timeline = simulate(stage_graph(chain(2), [(0,), (1,)], 2), cost)
+    assert [timeline.peak_bytes[d] for d in range(2)] == [50, 50]
+
+
 def test_a_message_takes_latency_and_bandwidth():
     """8 bytes at 4 bytes/s and 1 s of latency: 3 s there and 3 s back."""
     cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2, bandwidth=4, latency_s=1), value_bytes=8)

@@ -116,7 +116,7 @@ class StepCosts(Protocol):
 
     def flight_bytes(self, stage: int, samples: int) -> FlightBytes:
         """Memory of a micro-batch."""
-        return FlightBytes(0.0, 0.0, 0.0, 0.0)
+        return FlightBytes(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,14 @@ class FlightBytes(NamedTuple):
 
     Attributes:
         held: from its forward to the end of its backward.
+        forward: on top during a forward.
         backward: on top during a backward.
         first_half: on top during the first half of one.
         waiting: on top from there to the end of the second half.
     """
 
     held: float
+    forward: float
     backward: float
     first_half: float
     waiting: float
@@ -41,7 +43,7 @@ class FlightBytes(NamedTuple):
     def change(self, kind: Kind) -> tuple[float, float]:
         """Bytes that a pass takes when it starts and releases when it ends."""
         if kind is Kind.FORWARD:
-            return self.held, 0.0
+            return self.held + self.forward, self.forward
         if kind is Kind.BACKWARD:
             return self.backward, self.backward + self.held
         if kind is Kind.INPUT_GRADIENT:
@@ -76,9 +78,8 @@ class StageCosts:
         """Seconds of a forward and of a backward, with recomputation where the stage asks for it,
         and what a pass takes besides its operators.
         """
-        stage = self.stage
         besides_s = self.cost.calibration.pass_s if samples else 0.0
-        forward, backward = self.cost.stage_s(self.mask, samples, recompute=stage.recompute)
+        forward, backward = self.cost.stage_s(self.mask, samples, recompute=self.stage.recompute)
         return forward + besides_s, backward + besides_s
 
     @remembered
@@ -169,15 +170,14 @@ class StageCosts:
 
     @remembered
     def flight_bytes(self, samples: int) -> FlightBytes:
-        """Bytes of a micro-batch: what entered and what the operators keep, if recomputed only
-        during the backward.
-        """
+        """Bytes of a micro-batch; what operators keep is recomputed during the backward or held."""
         weights, recompute = self.weights, self.stage.recompute
-        held = self.cost.memory(weights, samples, 1, recompute=recompute)
+        flight = self.cost.memory(weights, samples, 1, recompute=recompute).flight
         again = (weights.kept * samples + weights.kept_fixed) * recompute
-        passes, per_sample = self.cost.split_passes(self.mask)
-        first_half, waiting = again + passes.at(samples), again + per_sample * samples
-        return FlightBytes(*map(float, (held.flight, held.backward, first_half, waiting)))
+        whole, (halves, per_sample) = weights.passes, self.cost.split_passes(self.mask)
+        forward, first_half = whole.at(samples), again + halves.at(samples)
+        waiting = again + per_sample * samples
+        return FlightBytes(*map(float, (flight, forward, again + forward, first_half, waiting)))
 
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:

@@ -54,18 +54,26 @@ def test_replicas_have_a_limit():
     assert {stage.replicas for graph in found for stage in graph.stages} == {1}
 
 
-def test_micro_batches_are_those_that_were_measured():
-    """Of 2 samples on a device at most; a replica each has one of 2 or two of 4."""
-    some = space(4, 4, batch_size=8)
+def measured(some: Space) -> Space:
+    """Of 1 or 2 samples on a device."""
     profile = some.cost.profile
     costs = tuple(
         replace(cost, forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)) for cost in profile.costs
     )
-    measured = replace(profile, samples=(1, 2), costs=costs, proportional=False)
-    some = replace(some, cost=replace(some.cost, profile=measured))
-    found = loops(some, math.inf, recompute=False)
+    profile = replace(profile, samples=(1, 2), costs=costs, proportional=False)
+    return replace(some, cost=replace(some.cost, profile=profile))
+
+
+def test_micro_batches_are_those_that_were_measured():
+    """Of 2 samples on a device at most; a replica each has one of 2 or two of 4, but of a branch
+    each device has all.
+    """
+    found = loops(measured(space(4, 4, batch_size=8)), math.inf, recompute=False)
     slices = {stage.microbatch_size / stage.replicas for graph in found for stage in graph.stages}
     assert slices == {1, 2}
+    cost = cost_model(((0, 2), (1, 2)), [1.0] * 3, [2.0] * 3, cluster(2))
+    found = branches(measured(Space(cost, 8, (1, 2, 4), most_replicas=2)), math.inf)
+    assert [graph.stages[0].microbatch_size for graph in found] == [1, 2]
 
 
 def test_devices_compute_less_than_the_limit():

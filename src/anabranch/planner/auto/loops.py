@@ -71,7 +71,7 @@ def branches(space: Space, limit: float) -> Iterator[StageGraph]:
             continue
         seen.add(key)
         device = min(range(count), key=lambda d: work[groups[d]].sum())
-        for size in space.sizes:
+        for size in filter(space.cost.covers, space.sizes):
             forward_s, backward_s = space.cost.op_seconds(size)
             seconds = (forward_s + backward_s) * -(-space.batch_size // size)
             if max(seconds[group].sum() for group in groups) < limit:
