@@ -288,6 +288,17 @@ def test_a_buffer_may_change_and_what_the_forward_does_not_read() -> None:
     assert agree(outcome, plain_losses(Scheduled(), batches(), between=kept)), outcome
 
 
+def test_an_attribute_that_changes_between_evaluations_is_refused() -> None:
+    """The program of evaluation would keep it as well."""
+    module: Any = Scheduled()
+    _, pipeline = on_one_device(module, lambda n: take(batches()[0], 0, n))
+    module.drop.eval()  # as all parts are in an evaluation
+    assert pipeline.evaluate(batches()[:1]) == pipeline.evaluate(batches()[:1])
+    module.weight = 0.5
+    with pytest.raises(AnabranchError, match="weight"):
+        pipeline.evaluate(batches()[:1])
+
+
 def test_parts_that_the_loop_replaces_and_their_modes_are_noticed() -> None:
     """A captured program has the tensors and layers of then, in the modes of then."""
     module: Any = Scheduled()
@@ -313,6 +324,26 @@ class NoisyCounter(Net):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
         return self.entries(x + torch.randn_like(x), y).mean() * self.calls
+
+
+class NormedCounter(Net):
+    """Counts its calls, and has other statistics in micro-batches."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return self.entries(self.norm(x), y).mean() * self.calls
+
+
+def test_a_counter_beside_batch_normalisation_is_refused() -> None:
+    """A comparison by micro-batches does not call the module on the whole batch."""
+    with pytest.raises(AnabranchError, match="sets calls"):
+        verify(Workload(NormedCounter(), batches()[0]), 2, batch=batches()[0], timeout=LIMIT_S)
 
 
 def test_a_counter_beside_random_numbers_is_refused() -> None:

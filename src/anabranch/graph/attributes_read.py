@@ -68,12 +68,13 @@ class AttributesRead:
         with with_attributes(patches):
             yield
         for (path, name), before in first.items():
-            if _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
+            if name == "training":  # an evaluation has all parts in its mode
+                if self._traced.training:  # whatever the mode outside of the trace
+                    self._kept[path, name] = self._module.get_submodule(path), before, before
+            elif _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
                 self._changes.add((path, name))
             elif (path, name) not in self._kept:
                 self._keep(path, name, self._module.get_submodule(path))
-                if name == "training":  # of a trace in training mode, whatever the mode outside
-                    self._kept[path, name] = self._kept[path, name][0], before, before
         for changed in self._changes & self._kept.keys():
             del self._kept[changed]
 

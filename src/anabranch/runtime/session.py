@@ -161,22 +161,23 @@ class Session:
                 "for the steps in which it is to stay as it is"
             )
         self.captured.freeze_slices()
-        if is_step and (changed := self.captured.programs.exporter.reads.changed()):
-            raise TrainingError(
-                f"{', '.join(changed[:3])} has changed since the model was captured, which keeps "
-                "what the forward reads in Python: hold it in a buffer (register_buffer), change "
-                "tensors in place (fill_), or pass it in the batch, as a tensor with an entry per "
-                "sample; for other layers or modes, save a checkpoint and resume from it"
-            )
-        self._require_same_branches(self.workers)
+        self._require_unchanged(self.workers, values=is_step)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
 
-    def _require_same_branches(self, workers: WorkerCache) -> None:
-        if changed := workers.captured.programs.exporter.reads.changed_buffers():
+    def _require_unchanged(self, workers: WorkerCache, *, values: bool = True) -> None:
+        reads = workers.captured.programs.exporter.reads
+        if values and (changed := reads.changed()):
+            raise TrainingError(
+                f"{', '.join(changed[:3])} has changed since the model was captured, which keeps "
+                "what the forward reads in Python: hold it in a buffer (register_buffer), change "
+                "tensors in place (fill_), or pass it in the batch, as a tensor with an entry per "
+                "sample; for other layers or modes, save a checkpoint and resume from it"
+            )
+        if changed := reads.changed_buffers():
             raise TrainingError(
                 f"{', '.join(changed[:3])} has changed since the model was captured, and by its "
                 "value the forward goes one way or another; if weights that are loaded bring the "
@@ -217,7 +218,7 @@ class Session:
                 self.state.require_values()
                 self.state.share_buffers()
                 workers = self.workers.in_evaluation
-                self._require_same_branches(workers)
+                self._require_unchanged(workers)
                 names = workers.captured.metrics
                 sums = torch.zeros(1 + len(names), dtype=torch.float64)
             # Whoever lacks held-out data may go on.

@@ -167,13 +167,15 @@ def verify(
         loss, gradients = pipeline.gradients(batch)
         return loss, _on_cpu(gradients)
 
+    def repeated() -> tuple[str, ...]:
+        """Notes on a second call of the module, without dropout and with the same numbers."""
+        with NoDropout(), unchanged_state(captured), same_numbers(module):
+            first = reference(module, batch, [(0, size)]).loss
+        with NoDropout(), unchanged_state(captured):
+            return require_repeatable(module, batch, first, writes)
+
     def one_device() -> tuple[Reference, Reference | None, tuple[str, ...]]:
-        notes: tuple[str, ...] = ()
-        if not meta_names(module):
-            with NoDropout(), unchanged_state(captured), same_numbers(module):
-                first = reference(module, batch, [(0, size)]).loss
-            with NoDropout(), unchanged_state(captured):
-                notes = require_repeatable(module, batch, first, writes)
+        notes = () if meta_names(module) else repeated()
         loss, gradients = one_rank(alone, check_memory=False)
         return Reference(loss, {}, gradients), None, notes
 
@@ -186,7 +188,10 @@ def verify(
         with NoDropout() if dropout == "off" else nullcontext():
             expected = reference(module, batch, calls, captured.weights)
             whole = reference(module, batch, [(0, size)]) if has_whole else None
-            notes = require_repeatable(module, batch, whole.loss, writes) if whole else ()
+            if whole is None:
+                notes = repeated()
+            else:
+                notes = require_repeatable(module, batch, whole.loss, writes)
         return _fetched(expected), whole and _fetched(whole), notes
 
     on_captured = against in (CAPTURED, SAME_STAGES)
