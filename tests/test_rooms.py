@@ -85,3 +85,17 @@ def test_a_schedule_rule_stands_on_little():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) < 25
+
+
+def test_files_that_the_docs_name_are_there():
+    """A file that has moved is named anew where the pages on papers and on extending lead to it."""
+    for page in ("papers.md", "extending.md"):
+        named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+        sources = [file for file in named if not re.search("halves|NAME", file)]
+        assert [file for file in sources if not any(_places(file))] == []
+
+
+def _places(file: str) -> Iterator[Path]:
+    """Where a file may be that a page names below ``src/anabranch``, its folder, or the root."""
+    yield from (SOURCE / "anabranch").rglob(file)
+    yield from ROOT.glob(file)

@@ -10,7 +10,7 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
-from anabranch.verification.even import workable
+from anabranch.verification.even import in_several, workable
 from anabranch.verification.result import CAPTURED, VerifyResult, largest_error
 from anabranch.workload import Workload
 from tests.profile.tiny import Normed
@@ -258,6 +258,31 @@ def test_noise_before_what_computes_across_samples_can_be_verified() -> None:
     result = verify(Workload(Centred(), {"x": torch.randn(8, 4)}), 3, timeout=LIMIT_S)
     assert result.is_good, result.why()
     assert result.against == CAPTURED
+
+
+class Followed(nn.Module):
+    """A contrastive loss against keys of a teacher that follows, as MoCo has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.enter.weight, alpha=0.1)
+        scores = self.enter(x) @ self.teacher(x).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(x)))
+
+
+def test_state_before_a_loss_of_the_whole_batch_moves_once() -> None:
+    """Two micro-batches would move it twice, and the module is called once: a right plan of one
+    micro-batch was said to be wrong.
+    """
+    workload = Workload(Followed(), torch.rand(8, 4))
+    model = Built(captured := capture(workload.module, workload.example), workload)
+    assert (captured.graph.stateful, captured.graph.loss_kind) == (("teacher.weight",), "coupled")
+    chosen = plan(model, 2, batch_size=8, microbatch_size=8)
+    assert in_several(captured, chosen) == chosen
 
 
 class TwoNorms(nn.Module):

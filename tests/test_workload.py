@@ -12,11 +12,12 @@ from anabranch.workload import Workload, adamw, to_meta
 
 
 def test_a_workload_is_changed_by_replacing_it():
-    """It is frozen; the new one has the same module."""
+    """It is frozen; the new one has the same module, which is shown by itself only."""
     workload = Workload(torch.nn.Linear(2, 1), torch.ones(2, 2))
     with pytest.raises(FrozenInstanceError):
         workload.clip_norm = 1.0
     assert replace(workload, clip_norm=1.0).module is workload.module
+    assert "Linear" not in repr(workload)
 
 
 def test_the_default_optimizer_is_the_documented_one():

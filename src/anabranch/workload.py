@@ -95,8 +95,8 @@ class Workload:
         ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 
-    module: nn.Module
-    example: Batch
+    module: nn.Module = field(repr=False)  # this and batches would fill pages
+    example: Batch = field(repr=False)
     data: Callable[[int, int], Iterable[Batch]] | Any | None = None
     eval_data: Callable[[int], Iterable[Batch]] | Any | None = None
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer] = adamw
@@ -104,7 +104,7 @@ class Workload:
     clip_norm: float | None = None
     chance: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
-    buckets: Sequence[Batch] = ()
+    buckets: Sequence[Batch] = field(default=(), repr=False)
     per_sample: Collection[str] = ()
     rows: Mapping[str, int | str] = field(default_factory=dict)
     samples_in: Mapping[str, int] = field(default_factory=dict)

@@ -26,6 +26,8 @@ def run(call):
         (["profile", TOWERS, "--samples", "1,x"], 2, "whole numbers"),
         (["profile", TOWERS, "-o", "a.json", "-o", "b.json"], 2, "two output files"),
         (["profile", TOWERS, "-o", "depth=3"], 2, "depth"),
+        (["simulate", "no.json", "-o", "a.json"], 2, "a.json is no option of the model"),
+        (["train", TOWERS, "-o", "a.json"], 2, "a.json is no option of the model"),
         (["check", "no.json"], 1, "does not exist"),
         (["report", "nowhere"], 1, "does not exist"),
         (["verify", "tests.cli.models:nothing"], 2, "nothing"),

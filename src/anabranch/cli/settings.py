@@ -54,11 +54,29 @@ def _writable_output(values: list[str] | None) -> list[str] | None:
     return values
 
 
+def _options_alone(values: list[str] | None) -> list[str] | None:
+    """Refuse a file of ``-o``, which the verb does not write."""
+    if file := split_output(values)[1]:
+        raise typer.BadParameter(
+            f"{file} is no option of the model (NAME=VALUE), and this command writes no file of -o"
+        )
+    return values
+
+
 Device = Annotated[
     str | None,
     typer.Option(
         help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate "
         "[default: the cluster's]."
+    ),
+]
+ModelOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o",
+        "--option",
+        help="An option of the model (-o layers=8); repeatable.",
+        callback=_options_alone,
     ),
 ]
 Output = Annotated[
@@ -77,7 +95,7 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """MODEL, what it is built with, and the file that a verb writes.
+    """MODEL, and what it is built with.
 
     Attributes:
         model: Built-in name, package.module:function, or for planning a profile file.
@@ -86,7 +104,7 @@ class ModelSettings(Settings):
     """
 
     model: Annotated[str, typer.Argument(metavar="MODEL")]
-    output: Output = None
+    output: ModelOptions = None
     preset: Preset = "published"
     granularity: Granularity = "layer"
 
@@ -96,16 +114,12 @@ class ModelSettings(Settings):
         options = split_output(self.output)[0]
         return ModelSource(self.model, self.preset, options, self.granularity)
 
-    @property
-    def file(self) -> Path | None:
-        """The file to write."""
-        return split_output(self.output)[1]
-
 
 @dataclass(frozen=True)
 class EstimatedModelSettings(ModelSettings):
-    """As ``ModelSettings``, of a model whose capture may be kept."""
+    """As ``ModelSettings``, of a model whose capture may be kept; with a file to write."""
 
+    output: Output = None
     no_cache: Annotated[bool, typer.Option("--no-cache")] = False
     precision: Precision | None = None
 
@@ -113,6 +127,11 @@ class EstimatedModelSettings(ModelSettings):
     def source(self) -> ModelSource:
         """The model to read or build."""
         return replace(super().source, keep=not self.no_cache, precision=self.precision)
+
+    @property
+    def file(self) -> Path | None:
+        """The file to write."""
+        return split_output(self.output)[1]
 
 
 @dataclass(frozen=True)
@@ -137,7 +156,7 @@ class OtherModelSettings(Settings):
     """
 
     cluster: str | None = None
-    output: Output = None
+    output: ModelOptions = None
     preset: Preset | None = None
     no_cache: Annotated[bool, typer.Option("--no-cache")] = False
     precision: Precision | None = None

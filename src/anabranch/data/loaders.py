@@ -289,7 +289,7 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
             pass
         except TypeError as error:
             name = getattr(data, "__name__", type(data).__name__)
-            raise TypeError(f"a Workload calls {call}, but of {name}: {error}") from None
+            raise TypeError(f"{name} cannot be called as {call}: {error}") from None
         if packing == NOT_PACKED:
             return data
         return lambda *arguments: map(packing.packed, data(*arguments))

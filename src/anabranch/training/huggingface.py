@@ -74,9 +74,6 @@ class Trainer:
 
         training.train(trainer.workload, plan, **trainer.training_options())
 
-    Attributes:
-        workload: what is trained.
-
     Args:
         model: returns its loss when it is given labels, as models of Hugging Face do.
         args: ``TrainingArguments``, or an object with those of its attributes that matter.
@@ -115,12 +112,28 @@ class Trainer:
         **options: Any,
     ) -> None:
         _require_known(options)
-        require_supported(args, has_optimizer=optimizer is not None)
         self.args, self.devices, self._options = args, devices, options
         self.model, self.eval_dataset = model, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
-        self._preprocess, taken = preprocess_logits_for_metrics, TrainerArguments.of(args)
-        self._collate = collate = _collator(model, taken, data_collator, processing_class)
+        self._preprocess, self._data_collator = preprocess_logits_for_metrics, data_collator
+        self._train_dataset, self._fill, self._optimizer = train_dataset, fill, optimizer
+        self._made: tuple[TrainerArguments, Workload] | None = None
+        self.workload  # noqa: B018  # refuses now what cannot be trained
+
+    @property
+    def workload(self) -> Workload:
+        """The model, its data and its recipes, by ``args`` as they are now."""
+        taken = TrainerArguments.of(self.args)
+        if self._made is None or self._made[0] != taken:
+            self._made = (taken, self._workload_by(taken))
+        return self._made[1]
+
+    def _workload_by(self, taken: TrainerArguments) -> Workload:
+        require_supported(self.args, has_optimizer=self._optimizer is not None)
+        model, devices, train_dataset = self.model, self.devices, self._train_dataset
+        eval_dataset, processing_class = self.eval_dataset, self.processing_class
+        collate = _collator(model, taken, self._data_collator, processing_class)
+        self._collate = collate
         size = taken.per_device_train_batch_size * devices
         seed = taken.seed if taken.data_seed is None else taken.data_seed
         if len(train_dataset) < size:
@@ -131,7 +144,7 @@ class Trainer:
         data_sets = [data for data in (train_dataset, eval_dataset) if data is not None]
         with torch.random.fork_rng(devices=[]):
             example = collate([train_dataset[i] for i in range(min(size, 4))])
-            padding = _padding(model, processing_class) | dict(fill or {})
+            padding = _padding(model, processing_class) | dict(self._fill or {})
             buckets = LengthBuckets.of(data_sets, collate, size, padding)
         examples = [example]
         if buckets is not None:
@@ -149,13 +162,13 @@ class Trainer:
         if eval_dataset is not None:
             held_out = taken.per_device_eval_batch_size * devices
             evaluation = DataLoader(eval_dataset, batch_size=held_out, collate_fn=collate)
-        self.workload = Workload(
+        return Workload(
             model,
             example=examples[0],
             buckets=examples[1:],
             data=loader,
             eval_data=evaluation,
-            optimizer=optimizer or partial(taken.optimizer, _decayed(model)),
+            optimizer=self._optimizer or partial(taken.optimizer, _decayed(model)),
             scheduler=partial(taken.scheduler, taken.updates(len(loader))),
             clip_norm=taken.max_grad_norm or None,
             name=type(model).__name__,

@@ -54,11 +54,17 @@ def workable(captured: Captured, plan: Plan) -> Plan:
 
 
 def in_several(captured: Captured, plan: Plan) -> Plan:
-    """With two micro-batches where all stages had one, if the model takes half a batch."""
+    """With two micro-batches where all stages had one, if the model takes half a batch.
+
+    Not where a loss of the whole batch reads state that the forward changes: that moves with every
+    micro-batch, so the module, which is called once, would have another loss.
+    """
     graph = plan.stage_graph
     whole = set(whole_batch_stages(graph, captured.graph))
     free = [s for s in range(len(graph)) if s not in whole]
-    if graph.batch_size < 2 or not free or any(graph.num_microbatches(s) > 1 for s in free):
+    if graph.batch_size < 2 or not free or (whole and captured.graph.stateful):
+        return plan
+    if any(graph.num_microbatches(s) > 1 for s in free):
         return plan
     if any(graph.stages[s].replicas > graph.batch_size // 2 for s in free):
         return plan

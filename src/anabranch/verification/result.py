@@ -88,8 +88,9 @@ class VerifyResult:
         if self.stateful and not self.exact:
             return (
                 f"the gradients differ by more than rounding: the forward changes "
-                f"{', '.join(self.stateful[:3])}, each replica its own copy; plan without replicas "
-                "(--max-replicas 1), or change it between the steps"
+                f"{', '.join(self.stateful[:3])} once per micro-batch, each replica its own copy; "
+                "plan with one micro-batch of the whole batch and no replicas (--microbatch-size, "
+                "--max-replicas 1), or change it between the steps"
             )
         distance = abs(self.loss - self.reference_loss)
         what = "loss and gradients differ"
