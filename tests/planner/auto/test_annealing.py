@@ -89,7 +89,7 @@ def test_a_way_is_hotter_where_the_one_before_found_nothing_better(hotter, least
 
 def test_the_best_few_are_kept_in_order():
     """The ends of all ways come first; no two take equally long, and the quickest is an end."""
-    annealing = Annealing(space(CHAIN), slowest, Random(5), SHORT)
+    annealing = Annealing(space(CHAIN), slowest, Random(0), SHORT)
     annealing.search([draft("001122", "001122"), draft("000111", "000111")], 30)
     kept = annealing.best(3)
     seconds = [found.seconds for found in kept]

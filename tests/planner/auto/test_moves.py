@@ -106,6 +106,12 @@ def test_shift_run():
     assert homes("shift run", "011111", DIAMOND) == {"001111", "010111", "001011", "010101"}
 
 
+def test_shift_tails():
+    """The ends of both branches at once, into the join's stage and out of it."""
+    assert homes("shift tails", "012123", DIAMOND) == {"012333"}
+    assert homes("shift tails", "012333", DIAMOND) == {"012123"}
+
+
 def test_merge():
     """Two stages with their devices; the last stage takes the number that is free."""
     where, before = space(CHAIN), draft("001122", "012222")
@@ -155,17 +161,23 @@ def test_move_device():
     assert owners("move device", "011") == {"001", "010"}
 
 
+def test_give_half():
+    """Half of the replicas to another stage."""
+    assert owners("give half", "000011") == {"001111", "011011", "110011", "000001", "000010"}
+
+
 def test_swaps():
     """Two devices of different stages, or all devices of two stages."""
     assert owners("swap devices", "0011") == {"1010", "1001", "0110", "0101"}
     assert owners("swap stages", "0001") == {"1110"}
 
 
-def test_gather():
-    """Stages in a row, or one stage into a node."""
+def test_gather_and_scatter():
+    """Stages in a row, one stage into a node, or every stage over all nodes."""
     assert owners("gather", "01010", home="000111") == {"00011"}
     assert owners("gather stage", "0101", node=2) == {"0011", "1100"}
-    assert owners("gather stage", "0101") == set()
+    assert owners("scatter", "0011", node=2) == {"0101"}
+    assert owners("gather stage", "0101") == owners("scatter", "0101") == set()
 
 
 def test_how_stages_run():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from anabranch.planner.auto.space import Space
 
 Move = Callable[[Draft, Space, Random], Draft | None]
 Indices = NDArray[np.intp]
+Item = TypeVar("Item")
 
 
 # Operators and borders
@@ -60,6 +62,31 @@ def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
     else:
         run = members[space.reaches[members, members[near]]]
     return _shifted(draft, there, run)
+
+
+def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """The last operators of the branches that meet at a join enter its stage, or leave it.
+
+    ::
+
+        b1 b2 | join                       b1 | b2 c2 join
+        c1 c2 |            <->             c1 |
+    """
+    if not space.joins:
+        return None
+    op, ends = _choice(space.joins, rng)
+    home = draft.home.copy()
+    here = home[op]
+    enter = rng.random() < 0.5
+    beyond = space.cost.graph.predecessors
+    for end in ends:
+        if enter:
+            home[end] = here
+        elif home[end] == here and beyond[end]:
+            home[end] = draft.home[beyond[end].bit_length() - 1]
+    if np.array_equal(home, draft.home) or len(np.unique(home)) < draft.num_stages:
+        return None
+    return draft._replace(home=home)
 
 
 def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -112,19 +139,23 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return _keep_slices(parted, (s, new), len(devices), space, rng)
 
 
-def give_device(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage gives a device to another: one next to what that has, or any other."""
+def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False) -> Draft | None:
+    """A stage gives a device, or half of its devices, to another: those next to what that has or
+    any others in a row.
+    """
     if draft.num_stages == 1:
         return None
     s, t = _two(draft.num_stages, rng)
     devices = _where(draft.owner == s)
-    if len(devices) == 1:
+    given = len(devices) // 2 if half else 1
+    if not 0 < given < len(devices):
         return None
-    given = _below(len(devices), rng)
+    first = _below(len(devices) - given + 1, rng)
     if rng.random() < 0.5:
-        given = 0 if _where(draft.owner == t)[0] < devices[0] else -1
+        near = _where(draft.owner == t)
+        first = 0 if near[0] < devices[0] else len(devices) - given
     owner = draft.owner.copy()
-    owner[devices[given]] = t
+    owner[devices[first : first + given]] = t
     return draft._replace(owner=owner)
 
 
@@ -165,14 +196,20 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return draft._replace(owner=owner)
 
 
-def gather(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Every stage on devices in a row, in the order of the model or the largest stage first."""
-    count = draft.num_stages
+def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) -> Draft | None:
+    """Every stage on devices in a row, in the order of the model or the largest stage first; or
+    scattered: the first devices of all nodes or larger groups make the row, then the second ones.
+    """
+    group = _choice(space.cost.cluster.group_sizes, rng) if scattered else 1
+    count, devices = draft.num_stages, np.arange(len(draft.owner))
+    if scattered and group >= len(devices):
+        return None
     sizes = np.bincount(draft.owner, minlength=count)
     sums = np.bincount(draft.home, weights=space.place, minlength=count)
     place = sums / np.bincount(draft.home, minlength=count)
     order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
-    owner = np.repeat(order, sizes[order]).astype(draft.owner.dtype)
+    owner = np.empty_like(draft.owner)
+    owner[np.argsort(devices % group, kind="stable")] = np.repeat(order, sizes[order])
     return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
 
 
@@ -243,13 +280,16 @@ def split_backwards(draft: Draft, space: Space, rng: Random) -> Draft | None:
 MOVES: Mapping[str, tuple[Move, int]] = {
     "shift operator": (shift_operator, 10),
     "shift run": (shift_run, 10),
+    "shift tails": (shift_tails, 2),
     "merge": (merge, 6),
     "split": (split, 8),
-    "move device": (give_device, 6),
+    "move device": (give_devices, 6),
+    "give half": (partial(give_devices, half=True), 1),
     "swap devices": (swap_devices, 2),
     "swap stages": (swap_stages, 3),
     "gather stage": (gather_stage, 2),
     "gather": (gather, 1),
+    "scatter": (partial(gather, scattered=True), 1),
     "resize all": (resize, 4),
     "resize stage": (partial(resize, one=True), 10),
     "regroup": (regroup, 8),
@@ -283,6 +323,10 @@ def _where(mask: NDArray[np.bool_]) -> Indices:
 
 def _below(count: int, rng: Random) -> int:
     return int(rng.random() * count)
+
+
+def _choice(items: Sequence[Item], rng: Random) -> Item:
+    return items[int(rng.random() * len(items))]
 
 
 def _two(count: int, rng: Random) -> tuple[int, int]:

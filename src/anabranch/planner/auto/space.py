@@ -89,3 +89,9 @@ class Space:
         """Per operator, forward and backward seconds at the most samples that were measured."""
         forward, backward = self.cost.op_seconds(self.cost.profile.samples[-1])
         return forward + backward
+
+    @cached_property
+    def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Operators that read from several, with these."""
+        sources = enumerate(tuple(bits(mask)) for mask in self.cost.graph.predecessors)
+        return tuple((op, others) for op, others in sources if len(others) > 1)
