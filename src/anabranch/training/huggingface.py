@@ -117,15 +117,15 @@ class Trainer:
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
         self._preprocess, self._data_collator = preprocess_logits_for_metrics, data_collator
         self._train_dataset, self._fill, self._optimizer = train_dataset, fill, optimizer
-        self._made: tuple[TrainerArguments, Workload] | None = None
-        self.workload  # noqa: B018  # refuses now what cannot be trained
+        taken = TrainerArguments.of(args)
+        self._made = taken, self._workload_by(taken)
 
     @property
     def workload(self) -> Workload:
         """The model, its data and its recipes, by ``args`` as they are now."""
         taken = TrainerArguments.of(self.args)
-        if self._made is None or self._made[0] != taken:
-            self._made = (taken, self._workload_by(taken))
+        if self._made[0] != taken:
+            self._made = taken, self._workload_by(taken)
         return self._made[1]
 
     def _workload_by(self, taken: TrainerArguments) -> Workload:
