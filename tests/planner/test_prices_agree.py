@@ -210,10 +210,10 @@ def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     ops, roomy = list(bits(case.mask)), case.cost()
     need = roomy.device_bytes(ops, in_flight=in_flight, **shape)
     costs, stage = case.simulated(roomy, versions)
-    flight, backward, *_ = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
+    nbytes = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
     device = costs.graph.stages[stage].devices[-1]
     resident, summed = costs.held_bytes(stage, device)
-    on_top = max(in_flight * flight + backward, summed)
+    on_top = max(in_flight * nbytes.held + nbytes.backward, summed)
     assert resident + on_top == roomy.device_bytes(
         ops, in_flight=in_flight, versions=versions, **shape
     )
