@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from anabranch import launch, solve
 from anabranch.checkpoint import Checkpoint, load_state_dict
-from anabranch.checkpoint.plain import WEIGHTS, export
+from anabranch.checkpoint.export import WEIGHTS, export
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import FileFormatError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anabranch.calibration.kept import calibrated as calibrated
     from anabranch.checkpoint import load_state_dict as load_state_dict
-    from anabranch.checkpoint.plain import export as export
+    from anabranch.checkpoint.export import export as export
     from anabranch.cluster import Cluster as Cluster
     from anabranch.data.columns import Columns as Columns
     from anabranch.data.length_buckets import pad_to_bucket as pad_to_bucket
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "calibration.kept": "calibrated",
     "checkpoint": "load_state_dict",
-    "checkpoint.plain": "export",
+    "checkpoint.export": "export",
     "cluster": "Cluster",
     "data.columns": "Columns",
     "data.length_buckets": "pad_to_bucket",

@@ -165,6 +165,7 @@ class _Ranks:
         self._recovery = Recoveries()
 
     def start(self, ranks: Iterable[int], args: tuple[Any, ...]) -> None:
+        """Fork some ranks."""
         context, parent, attempt = multiprocessing.get_context("fork"), os.getpid(), self._attempt
         for rank in ranks:
             member = self._members[rank]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
-from anabranch.checkpoint.plain import WEIGHTS, PlainWeights, export, written_whole
+from anabranch.checkpoint.export import WEIGHTS, export, written_whole
+from anabranch.checkpoint.plain import PlainWeights
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline

@@ -18,7 +18,7 @@ from transformers import get_scheduler
 from transformers.feature_extraction_utils import BatchFeature
 
 from anabranch import launch
-from anabranch.checkpoint.plain import export
+from anabranch.checkpoint.export import export
 from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture

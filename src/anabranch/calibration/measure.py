@@ -18,7 +18,7 @@ from anabranch.calibration.messages import Exchange, exchange
 from anabranch.calibration.pipelines import measure_overheads
 from anabranch.calibration.side_by_side import measure_slowdown
 from anabranch.cluster import Calibration, Cluster, Level
-from anabranch.device.accelerator import host
+from anabranch.device.host import host
 from anabranch.runtime import texts
 from anabranch.runtime.measurement.workload import measure_update
 from anabranch.runtime.mesh import Mesh

@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from anabranch.checkpoint.export import require_new, written_whole
 from anabranch.checkpoint.manifest import Description, Progress
 from anabranch.checkpoint.optimizer import option
-from anabranch.checkpoint.plain import require_new, written_whole
 from anabranch.checkpoint.reading import Checkpoint, load_state_dict
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import RankPart, Target

@@ -1,36 +1,24 @@
-"""The model alone, as other programs have it: weights to start training from, and exports.
+"""Weights that something else saved: plain safetensors of a whole model, to start training from.
 
-Training starts from plain safetensors of a whole model: a file, or a folder with
-``model.safetensors``, or with several files and the index that Hugging Face's ``save_pretrained``
-writes (``model.safetensors.index.json``). Each rank reads its own part.
-
-A checkpoint is exported to one safetensors file with the tensors of a ``state_dict``, each once: of
-a tied weight the first name, and no buffer that is not persistent. That is what ``save_pretrained``
-writes; ``from_pretrained``, and ``safetensors.torch.load_model``, tie the other names again.
+A file, or a folder with ``model.safetensors``, or with several files and the index that Hugging
+Face's ``save_pretrained`` writes (``model.safetensors.index.json``). Each rank reads its own part.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import Pretrained, type_text
-from anabranch.checkpoint.reading import Checkpoint, opened, read_tensor
-from anabranch.checkpoint.writing import write_tensors
-from anabranch.errors import FileFormatError, TrainingError
+from anabranch.checkpoint.manifest import type_text
+from anabranch.checkpoint.reading import opened, read_tensor
+from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import parse, read_text
-from anabranch.graph.slices import whole_name
 
-WEIGHTS = "model.safetensors"
-_INDEX, _ADAPTER = f"{WEIGHTS}.index.json", "adapter_model.safetensors"
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class PlainWeights:
@@ -54,11 +42,11 @@ class PlainWeights:
             return [self.path]
         if (self.path / _INDEX).is_file():
             return self._indexed(self.path / _INDEX)
-        if (self.path / WEIGHTS).is_file():
-            return [self.path / WEIGHTS]
+        if (self.path / _ONE).is_file():
+            return [self.path / _ONE]
         raise FileFormatError(
             f"{self.path} has no weights to start from: it is neither a safetensors file nor a "
-            f"folder with {WEIGHTS} or {_INDEX}"
+            f"folder with {_ONE} or {_INDEX}"
         )
 
     def _indexed(self, index: Path) -> list[Path]:
@@ -140,144 +128,3 @@ class PlainWeights:
 def _names(file: Path) -> list[str]:
     with opened(file) as tensors:
         return list(tensors.keys())
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Result of an export.
-
-    Attributes:
-        path: the file or folder.
-        tensors: how many.
-        bytes: of all tensors.
-        prefix: that their names had in the module.
-        left_out: tensors of the module whose names have another one.
-        architecture: class of Hugging Face's that the folder, or the file, is for; or empty.
-        checkpoint: that was read; of a folder with several the newest.
-    """
-
-    path: Path
-    tensors: int
-    bytes: int
-    prefix: str
-    left_out: int
-    architecture: str
-    checkpoint: Path
-
-
-def export(
-    checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    prefix: str | None = None,
-    trained: bool = False,
-) -> Exported:
-    """Write the model of a checkpoint.
-
-    Args:
-        checkpoint: its folder, or the folder of a run with several, of which it is the newest.
-        output: a new file ``NAME.safetensors``; or a new folder for ``model.safetensors`` and, for
-            a model of Hugging Face, ``config.json``, which ``from_pretrained`` reads.
-        prefix: export the part of the module whose names begin so, without it: ``model.``. By
-            default that of the only model of Hugging Face in the module, if it is all of it.
-        trained: only what was trained, such as adapters; a folder gets no ``config.json``, but is
-            what ``PeftModel.from_pretrained`` reads where peft has put one LoRA adapter in.
-
-    Raises:
-        FileFormatError: if the checkpoint is incomplete or damaged.
-        TrainingError: if the output exists or cannot be written, or no name begins with the prefix.
-    """
-    saved, path = Checkpoint(checkpoint), require_new(output)
-    parts = {part.prefix: part for part in saved.manifest.pretrained}
-    names = saved.names()
-    if trained:
-        groups = saved.optimizer.groups if saved.optimizer is not None else ()
-        updated = {whole_name(name) for group in groups for name in group.parameters}
-        names = {first: several for first, several in names.items() if first in updated}
-    chosen = _only_prefix(parts, names) if prefix is None else prefix
-    files = _exported_names(names, chosen)
-    if not files:
-        held = f"; it holds {', '.join(map(repr, parts))}" if parts else ""
-        raise TrainingError(f"no tensor of {saved.folder} has a name with {chosen!r} first{held}")
-    saved.verify()
-    tensors = {name: saved.tensor(f"model/{first}") for first, name in files.items()}
-    pretrained = parts.get(chosen)
-    # Adapters are no part of a model that ``from_pretrained`` could make.
-    part = None if trained or saved.frozen or (pretrained and pretrained.adapter) else pretrained
-    weights, adapter = WEIGHTS, pretrained.adapter_config if pretrained and trained else None
-    if pretrained and adapter and path.suffix != ".safetensors":
-        weights = _ADAPTER
-        tensors = {_name_in_peft(name, pretrained.adapter): t for name, t in tensors.items()}
-    with written_whole(path, SafetensorError) as partial:
-        if path.suffix == ".safetensors":
-            write_tensors(tensors, partial, {"format": "pt"})
-        else:
-            partial.mkdir()
-            write_tensors(tensors, partial / weights, {"format": "pt"})
-            if adapter:
-                (partial / "adapter_config.json").write_text(adapter)
-            if part is not None:
-                (partial / "config.json").write_text(part.config)
-            if part is not None and part.generation_config is not None:
-                (partial / "generation_config.json").write_text(part.generation_config)
-    return Exported(
-        path,
-        len(tensors),
-        sum(tensor.nbytes for tensor in tensors.values()),
-        chosen,
-        len(names) - len(files),
-        part.architecture if part is not None else "",
-        saved.folder,
-    )
-
-
-def require_new(output: str | os.PathLike[str]) -> Path:
-    """Return the path of what is to be written; raises TrainingError if it exists."""
-    if os.path.lexists(output):
-        raise TrainingError(f"{output} exists, and an export never replaces anything; name another")
-    return Path(output)
-
-
-@contextmanager
-def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
-    """Yield a path beside another one, which takes its name once all is written.
-
-    Raises:
-        TrainingError: for an OSError inside, or an error of another kind.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.rename(path)
-    except (OSError, kind) as error:
-        raise TrainingError(f"{path} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        with suppress(OSError):
-            partial.unlink()
-
-
-def _name_in_peft(name: str, adapter: str) -> str:
-    """The name that a trained tensor of a model has in peft's own files."""
-    plain = name.replace(f".modules_to_save.{adapter}.", ".")
-    plain = plain.replace(f".lora_magnitude_vector.{adapter}.weight", ".lora_magnitude_vector")
-    return f"base_model.model.{plain}".replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
-
-
-def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:
-    """First name -> name in the file, of the tensors that have one with the prefix."""
-    first_names = {
-        first: next((name for name in several if name.startswith(prefix)), None)
-        for first, several in names.items()
-    }
-    return {first: n.removeprefix(prefix) for first, n in first_names.items() if n is not None}
-
-
-def _only_prefix(parts: Mapping[str, Pretrained], names: Mapping[str, Sequence[str]]) -> str:
-    """The prefix of the only model of Hugging Face, if there is nothing else in the module."""
-    for prefix in parts:
-        if len(parts) == 1 and len(_exported_names(names, prefix)) == len(names):
-            return prefix
-    return ""

@@ -1,4 +1,4 @@
-"""The host of a process and its accelerator: memory, streams, events, random numbers of any kind.
+"""The accelerator of a process: its memory, streams, events and random numbers, whatever its kind.
 
 Streams and events are torch's own of all devices. What torch has under the name of a kind alone is
 asked of the module of that kind (``torch.get_device_module``).
@@ -7,11 +7,8 @@ asked of the module of that kind (``torch.get_device_module``).
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,13 +17,6 @@ from anabranch.device.kinds import ACCELERATORS, USUAL, kind_of
 from anabranch.errors import TrainingError
 
 T = TypeVar("T")
-
-
-@cache
-def host() -> str:
-    """Return the name of this host and, as several may have one name, the number of its boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def usual() -> torch.device:

@@ -57,6 +57,7 @@ class DeviceClock:
         self.pace()
 
     def meet(self, at: float) -> None:
+        """Wait until the device's time is at least this."""
         self.now = max(self.now, at)
         self.pace()
 

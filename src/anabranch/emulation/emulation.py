@@ -77,6 +77,7 @@ class Emulation:
         return Layout(self._model.graph, self._stages, self.plan.stage_graph, device)
 
     def _channels(self) -> Counter[Channel]:
+        """Channel -> messages in a step."""
         graph = self.plan.stage_graph
         counts: Counter[Channel] = Counter()
         for rank, device in enumerate(self.devices):

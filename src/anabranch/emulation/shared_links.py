@@ -113,6 +113,7 @@ class SharedLinks:
         return end
 
     def give(self, number: int, at: float) -> None:
+        """A rank's gradients of a sum are final."""
         gradients = self._gradients[number]
         with self._lock:
             gradients[0] -= 1
@@ -148,6 +149,7 @@ class SharedLinks:
             started[:] = started[0] + 1, self.occupy(work.ports, at, work.seconds)
 
     def _next_start(self, queue: int) -> tuple[float, int]:
+        """Return the start of the next all-reduce of a queue; infinite if unknown."""
         started, free = self._started[queue].tolist()
         if started == len(self._queues[queue]):
             return math.inf, queue

@@ -108,6 +108,7 @@ class DataFeed:
         )
 
     def trained(self) -> None:
+        """Note that the batch that was fetched last has been trained on."""
         self.step_number += 1
         if self._fetched is not None:
             self.position, self._fetched = self._fetched, None

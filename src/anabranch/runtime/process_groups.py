@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch.device import accelerator
-from anabranch.device.accelerator import host
+from anabranch.device.host import host
 from anabranch.device.kinds import kind_of
 from anabranch.errors import InvalidPlanError, StageFailedError
 from anabranch.runtime.guards.position import POSITION

@@ -113,6 +113,7 @@ class SpareCopies:
 
     @property
     def newest(self) -> Moment | None:
+        """The newest moment of which all ranks have a copy."""
         moments = (moment for moment in self._moments(0) if moment is not None)
         complete = (m for m in moments if all(m in self._moments(r) for r in range(m.size)))
         return max(complete, default=None)

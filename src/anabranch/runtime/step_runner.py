@@ -204,6 +204,7 @@ class StepRunner:
             self.updates.apply()
 
     def _totals(self, outcome: Outcome, consequence: str, **figures: Any) -> StepTotals:
+        """Make the totals of a step, with further arguments of ``StepTotals``."""
         (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
         return StepTotals(
             self._mesh,

@@ -287,6 +287,7 @@ class BatchRun:
         self.post(task.following)
 
     def take(self, key: Key, items: Sequence[Item], tensors: Sequence[Tensor]) -> None:
+        """Keep received tensors for a micro-batch."""
         values, gradients = self.values[key], self.gradients[key]
         for item, tensor in zip(items, tensors, strict=True):
             if item is TOKEN:

@@ -92,14 +92,14 @@ class ListPasses:
         """Begin one pass after the other.
 
         Args:
-            orders: of each stage, if they are given.
+            orders: of each stage, where they are fixed.
 
         Raises:
             InvalidScheduleError: if stages wait for each other.
         """
         seconds = self.seconds(lengths)
-        given = np.full((len(orders), max(map(len, orders), default=0)), -1)
-        for row, order in zip(given, orders, strict=True):
+        fixed = np.full((len(orders), max(map(len, orders), default=0)), -1)
+        for row, order in zip(fixed, orders, strict=True):
             row[: len(order)] = np.where(order.columns[1] == Kind.FORWARD.number, FORWARD, GRADIENT)
         problem = ListProblem(
             self.graph.batch_size,
@@ -114,7 +114,7 @@ class ListPasses:
             self._source_s,
             *self._lane,
             *self._beside,
-            given,
+            fixed,
         )
         stages, passes = len(self.graph), len(seconds)
         state = ListState(

@@ -2,7 +2,7 @@
 
 Kinds of passes are numbers here: forward, gradient of inputs (or whole backward), gradient of
 weights. ``zero_bubble`` says by which rules a device chooses among them, unless the order of each
-stage is given.
+stage is fixed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ListProblem(NamedTuple):
         lane: one of its devices for each set of stages that these have.
         first_beside: per stage, where others on its devices begin.
         beside: these.
-        given: kinds of the passes of each stage in order, as many for all; empty where none is
-            given.
+        fixed: kinds of the passes of each stage in its order, as many for all; empty where orders
+            are free.
     """
 
     batch: int
@@ -57,7 +57,7 @@ class ListProblem(NamedTuple):
     lane: Ints
     first_beside: Ints
     beside: Ints
-    given: Ints
+    fixed: Ints
 
 
 class ListState(NamedTuple):
@@ -113,10 +113,10 @@ def _goes_first(t: int, s: int, problem: ListProblem, state: ListState) -> bool:
 
 def _urgency(s: int, problem: ListProblem, state: ListState) -> int:
     """Return the place among passes that can start together: gradients of inputs, forwards, whole
-    backwards, gradients of weights; of given orders backwards, then forwards.
+    backwards, gradients of weights; of fixed orders backwards, then forwards.
     """
     if state.kind[s] == GRADIENT:
-        return 2 if problem.is_first[s] and len(problem.given) == 0 else 0
+        return 2 if problem.is_first[s] and len(problem.fixed) == 0 else 0
     return 1 if state.kind[s] == FORWARD else 3
 
 
@@ -154,8 +154,8 @@ def _choose(s: int, problem: ListProblem, state: ListState) -> None:
         free = max(free, state.free[problem.lane[i]])
     forward, gradient = _forward(s, problem, state), _gradient(s, problem, state)
     computed, came = state.begun[3 * s + WEIGHTS], state.begun[3 * s + GRADIENT]
-    if len(problem.given) > 0:
-        forward, gradient = _as_given(s, forward, gradient, problem, state)
+    if len(problem.fixed) > 0:
+        forward, gradient = _as_fixed(s, forward, gradient, problem, state)
     if computed < came:  # there is a gradient of weights to compute
         earliest, size = min(forward, gradient), problem.weights_s[s]
         for i in range(problem.first_beside[s], problem.first_beside[s + 1]):
@@ -175,12 +175,12 @@ def _choose(s: int, problem: ListProblem, state: ListState) -> None:
         state.kind[s] = -1
 
 
-def _as_given(
+def _as_fixed(
     s: int, forward: float, gradient: float, problem: ListProblem, state: ListState
 ) -> tuple[float, float]:
     """Return when the passes can start, infinity for that which is not next."""
     at = state.begun[3 * s] + state.begun[3 * s + GRADIENT]
-    is_forward = at < problem.given.shape[1] and problem.given[s, at] == FORWARD
+    is_forward = at < problem.fixed.shape[1] and problem.fixed[s, at] == FORWARD
     return (forward, INFINITY) if is_forward else (INFINITY, gradient)
 
 

@@ -37,6 +37,7 @@ class StepLoop:
         self.begin_anew()
 
     def begin_anew(self) -> None:
+        """Forget what was measured of another plan."""
         self._earlier, self.seconds = self.seconds, []
         self.recorded: list[Timeline] = []
         self._timelines: deque[Timeline] = deque(maxlen=_MOST_KEPT)

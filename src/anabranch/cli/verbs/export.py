@@ -44,7 +44,7 @@ def export(
             CKPT is one of those, as a checkpoint that train --resume takes.
         optimizer: With --dcp: class of the optimizer that PyTorch saved: AdamW.
     """
-    from anabranch.checkpoint.plain import export as write
+    from anabranch.checkpoint.export import export as write
 
     if optimizer is not None and not dcp:
         raise typer.BadParameter("--optimizer is for --dcp")

@@ -99,6 +99,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException, rank: int) -> Failure:
+        """Describe the exception that ended a rank."""
         if isinstance(error, AnabranchError):
             message = str(error)
         else:

@@ -38,6 +38,7 @@ class Interrupt:
         return self._flag[0] != 0
 
     def hear(self) -> None:
+        """Tell this process, and others that share its flag."""
         self._flag[0] = 1
 
 

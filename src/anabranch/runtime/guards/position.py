@@ -75,6 +75,7 @@ class Position:
         self.leave()
 
     def share(self, ints: memoryview) -> None:
+        """Keep the position in memory that another process reads."""
         self._ints = ints
         self.leave()
 
@@ -132,6 +133,7 @@ class Position:
 
     @property
     def numbers(self) -> list[int]:
+        """The integers as they are now."""
         return list(self._ints.tolist())
 
     def __str__(self) -> str:

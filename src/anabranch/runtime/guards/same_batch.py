@@ -119,6 +119,7 @@ class RecentBatches:
         self._ints = memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q")
 
     def share(self, ints: memoryview) -> None:
+        """Keep them in memory that another process reads."""
         self._ints = ints
 
     def note(self, run: int, number: int, digest: bytes) -> None:
@@ -128,6 +129,7 @@ class RecentBatches:
 
     @property
     def numbers(self) -> list[int]:
+        """The integers as they are now."""
         return list(self._ints.tolist())
 
 

@@ -227,6 +227,7 @@ def _sliced(
 
 
 def _other(worst: str, names: list[str], own: Tensor, eager: Tensor, size: int) -> TrainingError:
+    """The pipeline is not the module."""
     losses = f"{float(own[-1, 0]):.6g}, in one process {float(eager[-1, 0]):.6g}"
     if worst == "loss":
         what, numbers = "loss", f"{losses} (first {size} samples)"

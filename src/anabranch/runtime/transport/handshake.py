@@ -286,6 +286,7 @@ class Handshake:
                 self.progress(left, ranks)
 
     def wait_given(self, half: Half) -> None:
+        """Wait until the device has a half."""
         peer = (self._peer(half.channel),)
         self.wait_for(lambda: () if half.is_given else peer)
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from anabranch.device.accelerator import host
+from anabranch.device.host import host
 from anabranch.runtime.transport.memory import BlockAddress, Reader, Segment, Window, Writer
 
 Exchange = Callable[[bytes], list[bytes]]

@@ -81,9 +81,11 @@ class Chunk:
         self._holds: list[_Hold | None] = [None] * num_blocks
 
     def place(self, index: int) -> BlockAddress:
+        """Return the address of a block, for the other end."""
         return BlockAddress(self.offset, self.block_bytes, self.num_blocks, index)
 
     def start(self, index: int) -> int:
+        """Return the offset of a block in the memory of the chunk."""
         return _FLAGS_BYTES + index * self.block_bytes
 
     def take(self) -> int:
@@ -128,6 +130,7 @@ def _let_go(hold: weakref.ref[memoryview]) -> None:
 
 
 def chunk_bytes(block_bytes: int, num_blocks: int) -> int:
+    """Length of a chunk in its segment."""
     return _FLAGS_BYTES + num_blocks * block_bytes
 
 

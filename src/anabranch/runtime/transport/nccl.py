@@ -102,6 +102,7 @@ class GpuWire:
             guarded(work.wait)
 
     def fence(self) -> torch.Event:
+        """Mark the place behind all that the compute stream has been given so far."""
         return self._streams.fence()
 
 

@@ -102,6 +102,7 @@ class _Reaper:
             raise lost(self._broken)
 
     def flush(self) -> None:
+        """Wait for all sends."""
         done = threading.Event()
         self._sends.put(done)
         with POSITION.waiting():
