@@ -15,7 +15,8 @@ from torch import Tensor
 from anabranch.runtime.collectives import DeviceSums, Pending
 from anabranch.runtime.process_groups import blocks_of
 from anabranch.runtime.transport import Channel, NcclTransport, Spec
-from anabranch.runtime.transport.handshake import Half, Handshake, Notice
+from anabranch.runtime.transport.handshake import Half, Handshake
+from anabranch.runtime.transport.notices import Notice
 from tests.gpu_model.gpu import DONE, Operation, World
 from tests.runtime.transport.local import Hub, LocalTransport
 

@@ -6,7 +6,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from anabranch.errors import StageFailedError
-from anabranch.runtime.process_groups import begin_attempt
+from anabranch.runtime.attempts import begin_attempt
 
 
 def attempt(store: HashStore, size: int) -> list[tuple[Store, int]]:

@@ -38,8 +38,9 @@ from anabranch.runtime.transport import (
     guarded,
     meet,
 )
-from anabranch.runtime.transport.handshake import Handshake, HostNotices
+from anabranch.runtime.transport.handshake import Handshake
 from anabranch.runtime.transport.nccl import DeviceStreams, GpuWire
+from anabranch.runtime.transport.notices import HostNotices
 
 Ranks = tuple[int, ...]
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport import NcclTransport
-from anabranch.runtime.transport.handshake import Handshake, Notice
+from anabranch.runtime.transport.handshake import Handshake
 from anabranch.runtime.transport.nccl import Buffers
+from anabranch.runtime.transport.notices import Notice
 from tests.runtime.transport.local import Hub, LocalTransport
 
 CPU = torch.device("cpu")

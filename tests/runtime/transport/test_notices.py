@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from anabranch import launch
 from anabranch.runtime.guards.failure import PeerLostError
-from anabranch.runtime.transport.handshake import Handshake, HostNotices, Notice, Word
+from anabranch.runtime.transport.handshake import Handshake
+from anabranch.runtime.transport.notices import HostNotices, Notice, Word
 from tests.runtime.transport.runners import gloo_transport, host_transport
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ base             what every transport does
 host             through shared memory, between ranks of one host: memory, meeting
 process_group    through torch.distributed (Gloo)
 packing          a message as one piece of memory
-nccl             between ranks with a GPU each: handshake
+nccl             between ranks with a GPU each: handshake, notices
 """
 
 from anabranch.runtime.transport.base import Channel as Channel
