@@ -74,7 +74,7 @@ def require_possible(training: TrainingSettings) -> None:
     if resume is not None:
         done = Checkpoint(resume).progress.epoch
         if training.epochs is not None and done >= training.epochs:
-            raise nothing_left(resume, done, training.epochs)
+            raise nothing_left(resume, done)
 
 
 def require_trainable(

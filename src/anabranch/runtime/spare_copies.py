@@ -119,7 +119,7 @@ class SpareCopies:
         return max(complete, default=None)
 
     def _moments(self, rank: int) -> list[Moment | None]:
-        return [*map(Moment.unpacked, self._table[2 * rank : 2 * rank + 2])]
+        return [*map(Moment.unpacked, self._table[2 * rank : 2 * rank + 2].tolist())]
 
     def keep(
         self, rank: int, size: int, part: RankPart, progress: Progress, further: Mapping[str, Any]

@@ -251,7 +251,7 @@ class Course(Generic[_Pipe]):
             raise TrainingError(
                 "training was asked to end, by Ctrl-C, before it began: start it anew"
             )
-        raise nothing_left(self._resume, self.pipe.epoch, self._epochs)
+        raise nothing_left(self._resume, self.pipe.epoch)
 
     def finished(self, **figures: Any) -> Run:
         """Say what came of the steps, then save and evaluate once more."""
@@ -285,9 +285,10 @@ def _warn_of_untold_epochs(pipe: _Pipe) -> None:
         )
 
 
-def nothing_left(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
+def nothing_left(resume: Path | None, done: int) -> TrainingError:
+    """Return the error for a checkpoint that has all epochs."""
     return TrainingError(
-        f"nothing is left to do: {resume} has {epochs} epochs already; ask for more than {done}"
+        f"nothing is left to do: {resume} has {done} epochs already; ask for more than {done}"
     )
 
 
