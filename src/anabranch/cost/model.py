@@ -119,9 +119,8 @@ class CostModel:
 
     @remembered
     def split_passes(self, mask: int) -> tuple[StagePasses, float]:
-        """Bytes that a pass takes besides kept bytes where the backward is split, and bytes per
-        sample of gradients that wait until gradients of weights are computed. In the first half
-        kept bytes stay, and the waiting gradients are added.
+        """Bytes of a split backward besides kept bytes, and bytes per sample of gradients that wait
+        for those of weights: in the first half kept bytes stay, and waiting ones are added.
         """
         ops, waiting = list(bits(mask)), set(self._waiting(mask))
         costs = self.profile.costs
@@ -317,8 +316,7 @@ class CostModel:
 
         Args:
             updated: trainable bytes that a replica updates; by default an equal part.
-            terms: most terms of other replicas in memory while a bucket is summed, by default those
-                of the fullest replica.
+            terms: most terms of other replicas in memory, by default those of the fullest replica.
         """
         samples, held = -(-microbatch_size // replicas), weights.held
         if updated is None:
@@ -381,8 +379,7 @@ class CostModel:
         Args:
             microbatch_size: samples of one micro-batch, over all replicas.
             in_flight: micro-batches between their forward and their backward.
-            versions: versions of the trainable weights that the policy keeps; gradients come on
-                top.
+            versions: versions of the trainable weights; gradients come on top.
         """
         mask = sum(1 << op for op in set(ops))
         held = self.memory(
