@@ -242,9 +242,7 @@ class Cluster:
         return replace(link, bandwidth=min(level.bandwidth * count for level, count in cards))
 
     def ports(self, a: int, b: int) -> tuple[int, ...]:
-        """Return the ports that a transfer from a to b occupies: for each level the one out of a,
-        then the one into b; see ``port``.
-        """
+        """Return the ports of a transfer: by level the one out of a, then the one into b."""
         occupied = list[int]()
         for size, cards, first in self._port_levels[: self.link(a, b).level + 1]:
             occupied += (first + 2 * (a * cards // size), first + 2 * (b * cards // size) + 1)
@@ -345,9 +343,7 @@ def _nodes(
 ) -> Callable[..., Cluster]:
     """Return a builder of clusters: nodes of equal devices, by default of one, and a network.
 
-    Args:
-        node_bandwidth: bytes/s between two devices of a node.
-        network_bandwidth: bytes/s of each network card of a node.
+    Bandwidths are those between two devices of a node, and of each network card of a node.
     """
 
     def cluster(name: str, nodes: int, devices: int = 1) -> Cluster:

@@ -81,9 +81,7 @@ def _memory_bandwidth() -> float:
 
 
 def _links() -> tuple[list[str], dict[int, Exchange]]:
-    """Return the host of each rank and, on the first and its peers, their exchanges by peer; call
-    it on all ranks.
-    """
+    """Return hosts by rank, and exchanges with the first rank by peer; call it on all ranks."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size))
     hosts, transport = texts.gather(host()), mesh.transport()

@@ -61,11 +61,8 @@ def measure_overheads() -> tuple[float, float, float, float]:
 
 
 class _Steps(NamedTuple):
-    """Mean processor seconds of ranks besides operators.
-
-    Attributes:
-        few_s: seconds in a step of ``_FEW`` micro-batches.
-        microbatch_s: seconds of each further micro-batch.
+    """Mean processor seconds of ranks besides operators: in a step of ``_FEW`` micro-batches, and
+    for each further one.
     """
 
     few_s: float

@@ -179,9 +179,7 @@ def _model(entries: Mapping[str, Any]) -> dict[str, Tensor]:
 def _optimizer(
     entries: Mapping[str, Any], model: Mapping[str, Tensor]
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return the optimizer's tensors by (parameter, entry), and other entries and options by
-    parameter.
-    """
+    """Return tensors by (parameter, entry), and other entries and options by parameter."""
     state: dict[tuple[str, str], Tensor] = {}
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
     options, groups = dict[str, dict[str, Any]](), defaultdict[str, dict[str, Any]](dict)
@@ -205,9 +203,7 @@ def _optimizer(
 
 
 def _tied(model: Mapping[str, Tensor], state: Mapping[tuple[str, str], Tensor]) -> dict[str, str]:
-    """Return name -> trained name, for tensors without optimizer state that equal, bit by bit, a
-    tensor with one.
-    """
+    """Return name -> trained name, for untrained tensors that equal a trained one bit by bit."""
     trained = {name for name, _ in state}
     return {
         name: first

@@ -21,8 +21,7 @@ class Pretrained(Strict):
     """A ``PreTrainedModel``.
 
     Attributes:
-        prefix: prefix of its tensors' names in the module, such as ``model.``; empty if it is the
-            module.
+        prefix: prefix of its tensors' names in the module, such as ``model.``; may be empty.
         architecture: name of its class.
         config: content of ``config.json``.
         generation_config: content of ``generation_config.json``; None if it cannot generate.
@@ -68,9 +67,7 @@ def _described(model: Any) -> Pretrained:
 
 
 def _adapter(configs: Any) -> dict[str, Any]:
-    """Return the adapter fields of ``Pretrained``, from the configurations that peft leaves in a
-    model.
-    """
+    """Return the adapter fields of ``Pretrained``, from the configurations of peft in a model."""
     if not isinstance(configs, Mapping) or not configs:
         return {}
     name, config = next(iter(configs.items()))
@@ -144,13 +141,10 @@ class Progress(Strict):
     """Position of training.
 
     Attributes:
-        step: steps done.
         position: batches done of the epoch.
-        seed: seed of random numbers.
         loss_scale: scale of the loss under fp16, and ``loss_streak`` its steps without overflow.
         data: ``state_dict`` of a loader that has one.
-        batch_size: samples of a batch; 0 if not known.
-        accumulate: batches of an update; 0 if not known.
+        batch_size: samples of a batch, and ``accumulate`` batches of an update; 0 if not known.
     """
 
     step: _Position = 0

@@ -75,9 +75,7 @@ def option(key: str, value: Any) -> Option:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: SavedState
 ) -> None:
-    """Give an optimizer the saved state of its parameters; FileFormatError if the state is of
-    another kind of optimizer.
-    """
+    """Give an optimizer the saved state of its parameters; FileFormatError for another kind."""
     saved = checkpoint.optimizer
     where = checkpoint.where
     kind = type(optimizer).__name__
@@ -196,8 +194,7 @@ def _with_own_groups(
 
 
 def _in_type(saved: Any, now: Any, where: str, *, may_lack: bool = False) -> Any:
-    """Convert a saved value to the type that is used now: JSON has no tuples, no tensors, and only
-    strings as keys.
+    """Convert a saved value to the present type: JSON has no tuples, tensors or keys but strings.
 
     Args:
         may_lack: None may stand in place of a number.

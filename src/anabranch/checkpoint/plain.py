@@ -1,8 +1,7 @@
 """Weights that another program saved: plain safetensors of a whole model, to start training from.
 
-They are a file, or a folder with ``model.safetensors``, or with several files and the index that
-Hugging Face's ``save_pretrained`` writes (``model.safetensors.index.json``). Each rank reads its
-own part.
+They are one file, a folder with ``model.safetensors``, or one with several files and the index of
+Hugging Face's ``save_pretrained`` (``model.safetensors.index.json``). Each rank reads its part.
 """
 
 from __future__ import annotations

@@ -136,10 +136,7 @@ class SavedState:
         return tensor
 
     def require_type(self, key: str, stored: str, like: Tensor) -> None:
-        """Check that a tensor has the type and shape of ``like``.
-
-        Args:
-            stored: its type and shape as text, see ``type_text``.
+        """Check that ``stored``, the ``type_text`` of a tensor, is that of ``like``.
 
         Raises:
             FileFormatError: naming file, key and both types.

@@ -6,9 +6,8 @@
     threads                   write the copy ........................
     rank 0                    ....... wait for all parts, and for the confirmation: finish
 
-No rank waits for another one to begin a checkpoint: they meet in the folder. Whether a step was
-good may be known only after the next one (``Pipeline.steps``), so the folder gets its name no
-sooner.
+No rank waits for another one to begin a checkpoint: they meet in the folder. A step may be known as
+good only after the next one (``Pipeline.steps``), so the folder gets its name no sooner.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Saving:
             raise self._error
 
     def wait(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Wait until this rank's part is written, on the first rank until all parts are; raises
-        TrainingError.
+        """Wait until this rank's part, or on the first rank all, is written; raises TrainingError.
 
         Args:
             waiting: context of the wait for the parts of other ranks.
@@ -83,9 +81,7 @@ class Saving:
         self.check()
 
     def give_up(self) -> None:
-        """Give the checkpoint up, because its step was bad or the run has failed: it never gets its
-        name.
-        """
+        """Give the checkpoint up after a bad step or a failure: it never gets its name."""
         self._given_up.set()
 
     def _work(self, part: RankPart) -> None:
@@ -128,9 +124,7 @@ class Saving:
         return all(target.description(rank).exists() for rank in range(target.num_ranks))
 
     def _wait_for(self, condition: Any, *, limited: bool = True) -> None:
-        """Wait for a condition; TrainingError if the checkpoint was given up, or for too long no
-        rank has written anything.
-        """
+        """Wait for a condition; TrainingError if given up, or if no rank writes for too long."""
         seen, since = -1, time.monotonic()
         while not condition():
             if self._given_up.wait(_POLL_S) or not threading.main_thread().is_alive():

@@ -111,8 +111,7 @@ class Target:
 
 
 def begin(target: Target) -> int:
-    """Make the new folder, on one rank; return the descriptor of its lock, for ``finish`` or
-    ``abandon``.
+    """Make the new folder, on one rank; return its lock for ``finish`` or ``abandon``.
 
     Raises:
         TrainingError: if the final name exists, or the folder cannot be made.

@@ -40,9 +40,8 @@ def cut_into_buckets(
 
 def piece_bytes(before: float, left: float) -> float:
     """Return the bytes of an all-reduce that are simulated as one piece: an eighth of the bytes
-    before it or behind it. Pieces are smaller near the ends, since the first piece decides when
-    sums begin and the last pieces are what is left after the last backward. A share below an eighth
-    makes more events, a larger one is coarser.
+    before or behind it. Pieces are smaller near the ends, as they decide when sums begin and what
+    is left after the last backward. A smaller share makes more events, a larger one is coarser.
     """
     return max(BUCKET_BYTES, min(before, left) * 0.125)
 

@@ -38,8 +38,7 @@ def all_reduce_price(
     from some hundred ranks on. Gloo has a ring alone.
 
     Args:
-        bandwidth: bandwidth of the slowest link among the ranks, see ``Cluster.ring``.
-        latency_s: latency of that link.
+        bandwidth: of the slowest link among the ranks, see ``Cluster.ring``, as for the latency.
         ranks: number of ranks that sum their gradients.
         updates: number of all-reduces of the gradients.
     """
@@ -53,13 +52,10 @@ def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Numbe
 
 
 def border_price(cluster: Cluster, devices: int) -> float:
-    """Return the seconds that each device of a stage pays per byte that crosses its border.
+    """Return the seconds that each of ``devices`` of a stage pays per byte that crosses its border.
 
     From level 1 on the devices of a group share its network cards. All bytes are taken to leave the
     node, unless the whole cluster is one node.
-
-    Args:
-        devices: number of devices of the stage.
     """
     worst = 1 / cluster.levels[0].bandwidth
     for level in range(1, len(cluster.levels)):

@@ -21,9 +21,8 @@
 The versions of the trainable weights include the current one. Parameters count it already, so its
 place in the sum stands for the gradients, which lie in the buckets of their all-reduce. Entering
 values are held until the backward; a receive of each kind is posted ahead. Without a measurement
-the optimizer is taken to update in place, as the fused ones do; others need some more
-(``torch.optim`` with ``foreach``: as much as the trainable parameters), mostly less than what was
-in flight before.
+the optimizer is taken to update in place, as fused ones do; others need some more (``torch.optim``
+with ``foreach``: as much as the trainable parameters), mostly less than was in flight before.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class DeviceMemory:
         return np.maximum(self.fixed + in_flight * self.flight, self.at_the_end)
 
     def most_in_flight(self, capacity: Number, num_microbatches: Number) -> Number:
-        """Return how many micro-batches fit into ``capacity`` bytes, ``num_microbatches`` at most;
-        0 if none does.
-        """
+        """Return how many of ``num_microbatches`` fit into ``capacity`` bytes."""
         free = capacity - self.fixed
         # Where a micro-batch takes no memory, all micro-batches fit or none.
         share = free / np.where(self.flight > 0, self.flight, 1.0)
@@ -105,14 +102,12 @@ def memory_terms(
     """Return the fields of ``DeviceMemory``, from plain numbers; planners also compile it.
 
     Args:
-        parameters: bytes of all parameters; ``trainable`` of these that are trained.
         updated: trainable bytes that a replica updates.
         largest_gradient: bytes of the largest gradient of one parameter.
-        entering: bytes of a micro-batch that enter; gradients of leaving values are ``returning``.
-        kept: bytes of a micro-batch that operators keep for their backward.
+        entering: bytes of a micro-batch, as are those ``kept`` and those of ``returning``
+            gradients.
         passing: bytes of a pass besides.
         terms: terms of other replicas in memory while a bucket is summed; 0 for a single replica.
-        tables: bytes of trained tables whose gradients are the ``rows`` of a batch, also in bytes.
         all_temporary: see ``UpdateCost``, as for ``largest_temporary``.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
@@ -135,9 +130,9 @@ def memory_terms(
 def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list[tuple[int, int]]]:
     """Deal parameters to replicas that share the optimizer's state.
 
-    The largest parameters come first. Each goes to the replica that has fewest bytes (Graham 1969,
-    LPT), a small one to the replica with fewest parameters. A parameter that does not fit into the
-    equal part of a replica is cut (McNaughton 1959).
+    The largest come first, each to the replica that has fewest bytes (Graham 1969, LPT), small ones
+    to that with fewest parameters. A parameter that does not fit into the equal part of a replica
+    is cut (McNaughton 1959).
 
     Args:
         nbytes: bytes of each parameter, in the same order on all ranks.

@@ -160,11 +160,7 @@ class NestedSets:
 
     @remembered
     def stages(self, lowest: int | None = None) -> tuple[Pairs, StageWeights]:
-        """Stages between any two nested sets, and their bytes.
-
-        Args:
-            lowest: only stages whose ``lower`` is one of the first ``lowest`` sets.
-        """
+        """Stages between any two sets, or only above the first ``lowest`` ones, and their bytes."""
         lower, upper = np.nonzero(self.nested[:lowest])
         pairs = Pairs(lower.astype(np.int32), upper.astype(np.int32))
         return pairs, self.between(pairs)
@@ -186,14 +182,9 @@ class NestedSets:
         return self._fullest(pairs, own, cost.kept_bytes * samples + cost.kept_fixed_bytes)
 
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
-        """Solve the recurrence of ``StagePasses`` for all pairs.
-
-        For a chain in the order of the model, or in any order where nothing is kept, pass(i) is
-        ``max over j <= i (own[j] + kept up to j) - kept up to i``.
-
-        Args:
-            own: bytes that a pass of each operator takes itself.
-            kept: bytes that each operator keeps.
+        """Solve the recurrence of ``StagePasses`` for all pairs, by the bytes that each operator
+        takes itself and keeps. For a chain in the order of the model, or in any order where nothing
+        is kept, pass(i) is ``max over j <= i (own[j] + kept up to j) - kept up to i``.
         """
         if self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
             operators, starts = self._flat
@@ -284,9 +275,7 @@ class NestedSets:
 
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
-        """Whether each set makes each value, how many readers it has outside the set: [set, value];
-        and bytes of each value: [value, column].
-        """
+        """Whether a set makes a value, readers outside it: [set, value]; bytes: [value, column]."""
         values = [
             value
             for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)
@@ -303,9 +292,7 @@ class NestedSets:
         return made, self._to_come([value.consumers for value in values]), nbytes
 
     def _to_come(self, readers: Sequence[Sequence[int]]) -> NDArray[np.int16]:
-        """Number of readers in each group that are outside each set: [set, group]; no group is
-        empty.
-        """
+        """Number of readers in each group that are outside each set: [set, group]."""
         counts = np.array([len(ops) for ops in readers], dtype=np.int16)
         flat = [op for ops in readers for op in ops]
         starts = np.cumsum(counts, dtype=np.intp) - counts

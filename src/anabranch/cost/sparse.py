@@ -23,11 +23,7 @@ def most_samples(batch_size: int, microbatch_size: int, replicas: int) -> int:
 
 
 def message_bytes(table: LookupTable, samples: int) -> int:
-    """Return the bytes that each holder sends to each other holder.
-
-    Args:
-        samples: samples of a batch on the fullest holder.
-    """
+    """Return the bytes from each holder to each other one, for ``samples`` on the fullest."""
     return table.lookups * samples * (table.row_bytes + INDEX_BYTES)
 
 

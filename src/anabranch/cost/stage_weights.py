@@ -83,9 +83,7 @@ class Border:
 
 
 def summed_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
-    """Return the bytes of gradients in a ring; rows count as the bytes of a ring that takes as
-    long as their exchange.
-    """
+    """Return the bytes of gradients in a ring; for rows, of a ring as long as their exchange."""
     return trainable - tables + rows / 2
 
 
@@ -105,7 +103,7 @@ class Held(NamedTuple, Generic[Bytes]):
         parameters: bytes of all parameters.
         trainable: bytes of trained parameters.
         tables: bytes of trained tables whose gradients are rows.
-        rows: bytes of the gradients of these tables in a whole batch.
+        rows: bytes of these gradients in a whole batch.
     """
 
     parameters: Bytes
@@ -151,13 +149,7 @@ class StageWeights:
 
 
 def pass_behind(before: float, kept: float, own: float) -> float:
-    """Return pass(i) of ``StagePasses``.
-
-    Args:
-        before: pass(i - 1).
-        kept: bytes that operator i keeps.
-        own: bytes that a pass of operator i takes itself.
-    """
+    """Return pass(i) of ``StagePasses``, from pass(i - 1) and bytes of operator i."""
     return max(before - kept, own)
 
 

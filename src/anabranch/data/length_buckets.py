@@ -58,8 +58,7 @@ class LengthBuckets:
         batch_size: int,
         fill: Mapping[str, float],
     ) -> LengthBuckets | None:
-        """Return buckets by the quartiles of the longest sequence of a batch; None if all samples
-        have one length.
+        """Return the quartiles of a batch's longest sequence; None if all samples have one length.
 
         Raises:
             ValueError: if a tensor that cannot be padded has several lengths.

@@ -92,9 +92,8 @@ class Rows:
     def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
         """Return the packing of an example: as given, and as the shapes of other tensors show it.
 
-        ``labels`` has the number of samples. A tensor of two dimensions or more with a multiple of
-        it in dimension 0 has rows; a tensor with it in dimension 1 but no multiple in dimension 0
-        has the samples there.
+        ``labels`` has the number of samples. A tensor with a multiple of it in dimension 0 has rows
+        if it has two dimensions; one with it in dimension 1 alone has the samples there.
         """
         labels = example.get("labels") if isinstance(example, Mapping) else None
         numbers, dims = {n: (k, "") for n, k in rows.items() if isinstance(k, int)}, {**samples_in}
@@ -169,9 +168,7 @@ class Rows:
 
 
 def _parted(name: str, tensor: Tensor, samples: int, count: int, numbers: Sequence[int]) -> Tensor:
-    """Reshape a tensor of rows to [samples, rows of a sample, ...]. Samples of one batch have equal
-    numbers of rows; batches with another number are another bucket.
-    """
+    """Reshape a tensor of rows to [samples, rows, ...]; other numbers of rows are other buckets."""
     other = [sample for sample, number in enumerate(numbers) if number != numbers[0]]
     if len(tensor) % samples or other or (numbers and numbers[0] * samples != len(tensor)):
         has = f"{samples} samples have {len(tensor)} rows of {name}"

@@ -159,8 +159,7 @@ def beside(place: torch.device) -> Iterator[None]:
 
 
 def recorded(work: Callable[[], T], place: torch.device) -> Callable[[], T]:
-    """Record the launches of some work; return a function that repeats them. Results have the same
-    memory every time.
+    """Record the launches of some work; return a function that repeats them in the same memory.
 
     Raises:
         TrainingError: if this torch cannot record.

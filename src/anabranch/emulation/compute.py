@@ -43,8 +43,7 @@ class EmulatedSums:
         self._last = stage
 
     def during(self, stage: int, samples: int, backward_s: float) -> float:
-        """Spend the seconds of a last backward up to the last gradients that become final inside,
-        and return the seconds that are left; of other backwards all are left.
+        """Go on to the last gradients that become final in a backward; return the seconds left.
 
         Args:
             samples: samples of this device's slice.

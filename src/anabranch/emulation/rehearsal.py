@@ -119,8 +119,7 @@ def rehearse(
         cluster: cluster on which it shall run; by default the plan's.
         steps: steps to measure, besides those that set things up.
         links: ``modelled`` or ``host``, see ``Emulation``.
-        time_scale: wall seconds per second of the devices; by default the least at which the host
-            keeps up.
+        time_scale: wall seconds per second of the devices; by default as the host can keep up.
         timeout: wall seconds until a silent rank counts as lost.
         watch: called with steps done and steps to do, on the first rank.
 

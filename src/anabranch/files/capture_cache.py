@@ -71,8 +71,7 @@ def estimated(
     keep: bool = True,
     on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Return the profile of ``profile.estimate.estimate`` for a model, by a kept capture or a new
-    one.
+    """Return the profile of ``profile.estimate.estimate``, by a kept capture or a new one.
 
     Args:
         model: name of the model that ``build`` builds.

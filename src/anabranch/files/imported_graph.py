@@ -68,11 +68,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """Content of a file; an edge that occurs twice counts once.
-
-    Attributes:
-        samples: samples of the mini-batch to which times and bytes belong.
-        device: words for the device of the measurement, and for decisions of the reader.
+    """Content of a file; times and bytes are for ``samples``, an edge that occurs twice counts
+    once, ``device`` has words on the device of the measurement and on decisions of the reader.
     """
 
     file: str

@@ -1,9 +1,8 @@
 """Conversion of a plan to a pipeline of ``torch.distributed.pipelining``, or reasons against it.
 
-PyTorch's pipelining runs chains: a stage sends to the next one only, all stages have equal
-micro-batches of one size, and data parallelism repeats the whole pipeline, so all stages have the
-same number of replicas. The schedule is a file with a line per rank of a pipeline and a cell per
-action::
+PyTorch's pipelining runs chains: a stage sends to the next one only, all stages have the same equal
+micro-batches, and data parallelism repeats the whole pipeline, so all stages have as many replicas.
+The schedule is a file with a line per rank of a pipeline and a cell per action::
 
     0F0,0F1,0B0,0B1        rank 0 has stage 0
     1F0,1B0,1F1,1B1        rank 1 has stage 1

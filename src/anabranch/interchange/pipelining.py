@@ -120,9 +120,7 @@ class TorchPipeline:
         return float(torch.stack(losses).detach().sum()) if losses else None
 
     def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this pipeline's rows of the tensors that its stages read, micro-batch by
-        micro-batch.
-        """
+        """Return this pipeline's rows of tensors that its stages read, by its micro-batches."""
         graph, count = self.chain.plan.stage_graph, self.chain.num_microbatches
         whole = self.captured.programs.with_statistics(tensors)
         slices = [slice(*graph.slice(0, m, self.replica)) for m in range(count)]

@@ -97,9 +97,8 @@ class PlainStage:
     """A stage for PyTorch's pipelining.
 
     Attributes:
-        module: ``module(*inputs, batch=tensors)`` returns the inputs of the next stage, or in the
-            last stage the loss, of shape [1]. Parameters and submodules are the model's own, by
-            full names.
+        module: ``module(*inputs, batch=tensors)`` returns the next stage's inputs, the last one the
+            loss, of shape [1]. Parameters and submodules are the model's own, by full names.
         called: names of the user's submodules that it calls.
         inputs: meta tensors like its inputs, and ``outputs`` like its outputs.
         leaves: names of the batch's tensors that it reads.

@@ -199,11 +199,9 @@ class _SizesByPatch:
 @contextmanager
 def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
     """Inside, attention of an encoder gets segments ``[slots, patches]`` in place of bounds, window
-    indices are relative to their slot, and patches stay in the order of windows.
-
-    Args:
-        shapes: sizes of each patch's image, ``[slots * patches, 3]``, for encoders that interpolate
-            positions themselves.
+    indices are relative to their slot, and patches stay in the order of windows. ``shapes`` are the
+    sizes of each patch's image, ``[slots * patches, 3]``, for encoders that interpolate positions
+    themselves.
     """
 
     def forward(plain: Any) -> Any:

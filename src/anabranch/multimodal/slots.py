@@ -32,8 +32,7 @@ class Inputs:
 
     Attributes:
         tensors: name -> tensor with one entry per image.
-        rows: rows of each image's slot that its tokens take, in order; -1 stands for the last row
-            of the sample.
+        rows: rows of its slot that each image's tokens take, in order; -1: last row of the sample.
         slot_rows: rows of a slot's features.
         per_sample: number of images of each sample, if the batch tells.
     """
@@ -49,11 +48,7 @@ class Inputs:
         return replace(self, tensors=tensors, rows=(), per_sample=None)
 
     def reordered(self, order: Sequence[int], counts: Sequence[int]) -> Inputs:
-        """Return the same images in another order of the samples.
-
-        Args:
-            counts: images of each sample, in the present order.
-        """
+        """Return the same images in another order of the samples, which have ``counts`` images."""
         starts = [sum(counts[:sample]) for sample in range(len(counts))]
         places = [starts[s] + i for s in order for i in range(counts[s])]
         tensors = {name: tensor[places] for name, tensor in self.tensors.items()}
@@ -125,8 +120,7 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
 
 
 def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extra: int) -> Tensor:
-    """Return for each token the row of its feature, counted over the samples that share slots; 0
-    for tokens without a feature.
+    """Return each token's row of features, counted over samples that share slots; 0 without one.
 
     Args:
         extra: rows of a sample behind those of its slots; -1 in ``Inputs.rows`` is the last.

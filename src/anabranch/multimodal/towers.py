@@ -48,9 +48,7 @@ class VisionTower:
         return Inputs({"pixel_values": pixels}, [rows] * len(pixels), count)
 
     def features(self, model: nn.Module, shape: tuple[int, ...]) -> int:
-        """Return the number of features of an image ``[3, height, width]`` or of tiles, by the
-        model's code on the meta device.
-        """
+        """Count features of an image ``[3, height, width]`` or of tiles, by the model on meta."""
         known = _FEATURES.setdefault(model, {})
         if shape not in known:
             bare: Any = on_meta(model)

@@ -149,11 +149,9 @@ def _cost(profile: Profile, mask: int) -> OpCost:
 
 
 def _weight_s(profile: Profile, mask: int) -> tuple[float, ...]:
-    """Return the seconds of gradients of weights that can wait; empty if they are unknown for all
-    members.
+    """Return the seconds of gradients of weights that can wait; empty if unknown for all members.
 
-    Members through which no gradients go back to the inputs compute gradients of weights in the
-    first half; if that is true of all, there is nothing to wait for, and all of them count.
+    Only members on the way back to the inputs can wait; if there is none, all members count.
     """
     if not any(profile.costs[i].weight_s for i in bits(mask)):
         return ()

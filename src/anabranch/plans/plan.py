@@ -30,13 +30,11 @@ class Prediction:
             when it has ended one; None where that was not simulated.
         bound_s: lower bound of the step, of all plans with one stage on each device if this plan is
             one of them, else of all plans; None where it is not known.
-        enough_devices: the fewest devices with a plan that takes hardly longer; None if fewer
-            devices take longer, or were not tried.
-        enough_step_s: seconds of a step of that plan.
+        enough_devices: the fewest devices with a plan that takes hardly longer, ``enough_step_s``
+            for a step; None if fewer devices take longer, or were not tried.
         data_parallel_s, chain_s: step of data parallelism and of the best chain; None where these
             were not planned.
-        limit: words for the largest part of the step and the change that would help most; empty
-            where not known.
+        limit: the largest part of the step and the change that would help most; empty if not known.
     """
 
     step_s: float
@@ -58,8 +56,7 @@ class Prediction:
         """Return one sentence on the step, its gain over baselines, its bound and its largest part.
 
         Args:
-            graph: stages of the plan.
-            mode: mode of the plan.
+            graph: stages of the plan, and ``mode`` of it.
             measured_s: seconds that the step took in a run.
         """
         what = "A mini-batch" if mode == "async" else "A step"

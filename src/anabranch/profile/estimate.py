@@ -111,8 +111,7 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
 def _meta_tensors(
     program: Sequence[StageProgram], sparse: Collection[str]
 ) -> list[dict[str, Tensor]]:
-    """Return meta tensors in place of parameters and buffers, by name for each program. A tensor
-    that several programs read has one.
+    """Return meta tensors in place of parameters and buffers, one for each however often read.
 
     Args:
         sparse: names of parameters with sparse gradients, which are not added to dense ones.

@@ -4,10 +4,9 @@ Nothing here runs the model: sizes of a kernel are affine functions of the sampl
 give every other, and the data sheet turns sizes into seconds. ``estimate`` makes the traces.
 
 Kernels of a backward that compute gradients of weights are told by how their sizes grow: a matrix
-product over the samples, whose k grows with the samples while m and n do not, as the second product
-of a convolution; a sum over the samples, whose result does not grow; an addition to a gradient that
-is there; and the gradient of a table. All other kernels compute gradients of inputs, if the
-operator sends any.
+product whose k grows with the samples while m and n do not, as the second one of a convolution; a
+sum over the samples, whose result does not grow; an addition to a gradient that is there; and the
+gradient of a table. Others compute gradients of inputs, if the operator sends any.
 """
 
 from __future__ import annotations
@@ -87,16 +86,12 @@ class KernelTrace:
         precision: Precision,
         waiting: Waiting | None = None,
     ) -> Floats:
-        """Return the seconds of every operator if its kernels have these sizes.
+        """Return forward and backward seconds of every operator if its kernels have these sizes,
+        and with ``waiting`` the part of the backward that can wait; shape (2 or 3, operators).
 
         Args:
             nbytes: bytes of each kernel.
             products: (m, n, k, batch) of each matrix product.
-            waiting: shares of gradients of weights, if they are known.
-
-        Returns:
-            Rows of forward and backward seconds, and with ``waiting`` the part of the backward that
-            can wait; shape (2 or 3, operators).
         """
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
@@ -123,9 +118,7 @@ class KernelTrace:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Share of each kernel without matrix products, and of each product, that computes gradients of
-    weights.
-    """
+    """Shares of gradients of weights in kernels without matrix products, and in each product."""
 
     kernels: Floats
     products: Floats

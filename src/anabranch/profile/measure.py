@@ -202,9 +202,7 @@ class _Bench:
                 shares.append(1 - inputs[op] / whole if whole else 0.0)
 
     def cost(self, alike: Sequence[int]) -> tuple[float, float, float]:
-        """Seconds of operators that are alike: forward, backward, and the part of the backward that
-        gradients of weights take.
-        """
+        """Seconds of operators that are alike: forward, backward, its part for weight gradients."""
         forward, backward, share = (
             statistics.median(s for op in alike for s in figures[op])
             for figures in (self.forward_s, self.backward_s, self.weight_shares)

@@ -77,11 +77,7 @@ class BytesObserver:
 
     @contextmanager
     def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
-        """Around its backward.
-
-        Args:
-            gradients: gradients of its outputs, which have arrived.
-        """
+        """Around its backward, with the gradients of its outputs that have arrived."""
         before = self._storages.restart()
         with self._around(op, True):
             yield

@@ -35,8 +35,7 @@ def operator_programs(
 def workable_counts(
     captured: Captured, counts: Sequence[int], device: torch.device | None = None
 ) -> list[int]:
-    """Return the sample counts, ascending, without small ones with which the model fails, as batch
-    normalisation may.
+    """Return ascending sample counts, without small ones that fail, as with batch normalisation.
 
     Raises:
         CaptureError: if fewer than two of several counts would be left.
@@ -76,9 +75,7 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
 
 
 def likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor]) -> str:
-    """Return a text that is equal for operators with the same operations and shapes, where the same
-    tensors need a gradient.
-    """
+    """Return a text that is equal for operators with equal operations, shapes and gradients."""
     graph: fx.Graph = step.module.graph
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     state = step.module.state_dict(keep_vars=True)

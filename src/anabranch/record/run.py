@@ -106,8 +106,7 @@ class Run:
         period_s: wall seconds per step without a barrier; 0 if the run was too short to tell.
         device_peak_bytes: per device, ascending, most bytes of tensors in a step; may be empty.
         policy: policy of a run without a flush, else empty.
-        version_difference: per stage, most updates between forward and backward of a mini-batch;
-            empty with a flush.
+        version_difference: most updates between forward and backward of a mini-batch, per stage.
         peak_versions: per device, ascending, most copies of its stage's weights alive at once;
             ``weight_bytes`` has their bytes; empty with a flush.
         interrupted: the user ended it early, and nothing was evaluated.

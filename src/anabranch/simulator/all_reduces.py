@@ -111,8 +111,7 @@ def all_reduce_of(
 
 
 def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parameter) -> int:
-    """Return the bytes of a gradient in a ring; where only its rows are exchanged, the bytes of a
-    ring that takes as long.
+    """Return the bytes of a gradient in a ring, or of a ring that takes as long as its rows.
 
     Args:
         samples: samples of a batch on the fullest device.
@@ -129,9 +128,7 @@ def _bucket(gradients: Sequence[_Gradient], price: tuple[float, float]) -> Piece
 
 
 def _sharded(work: AllReduce, gather_work_s: float) -> AllReduce:
-    """Return a reduce-scatter before the update and an all-gather behind it; a ring spends half of
-    its time in each.
-    """
+    """Return a reduce-scatter before the update, an all-gather behind it: half of a ring each."""
     pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
     return work._replace(pieces=pieces, gather_s=work.seconds / 2, gather_work_s=gather_work_s)
 

@@ -222,9 +222,7 @@ class ModelCosts(StepCosts):
 
     @remembered
     def all_reduces(self) -> Sequence[AllReduce]:
-        """Return an all-reduce per set of stages that read the same parameters, over all their
-        devices.
-        """
+        """Return an all-reduce per set of stages with common parameters, over all their devices."""
         groups = {(s,) for s in range(len(self.graph))} | {*self.tied_stages()}
         works = (work for work in map(self._sum, groups) if work)
         return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
@@ -269,8 +267,7 @@ class ModelCosts(StepCosts):
         Args:
             in_flight: micro-batches in flight of each stage.
             split: backwards are in two halves.
-            waiting: the gradients of weights of all but one of them wait to be computed, which is
-                the most that a list schedule may hold.
+            waiting: the gradients of weights of all but one wait, the most in a list schedule.
         """
         peaks = list[float]()
         for s, count in enumerate(in_flight):
@@ -309,9 +306,7 @@ class ModelCosts(StepCosts):
 
 
 def with_lengths(costs: ModelCosts) -> StageGraph:
-    """Return the stages with the lengths by which lists are scheduled, per sample and in units of
-    the slowest stage.
-    """
+    """Return the stages with lengths for list schedules, per sample in units of the slowest one."""
     graph, stages = costs.graph, list[Stage]()
     slices = [costs._most(s) for s in range(len(graph))]
     seconds = [costs.compute_s(s, samples) for s, samples in enumerate(slices)]

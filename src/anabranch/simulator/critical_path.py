@@ -103,9 +103,8 @@ class _History:
                 place = source.device if source is not None else place
 
     def _last(self, device: int, time: float) -> tuple[_PathEvent | None, float]:
-        """Return the last event of a device that began before a time, and until when the device was
-        busy by then. Of a compute and an all-reduce beside it the one that ends later counts, and
-        the compute if both do.
+        """Return the last event of a device that began before a time, and until when it was busy by
+        then; of two events the one that ends later, compute before an all-reduce beside it.
         """
         candidates: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):

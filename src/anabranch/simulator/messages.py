@@ -88,7 +88,6 @@ class Messages:
 
     Attributes:
         table: one row per message; ``first`` and ``stop`` are indices in ``ports``.
-        ports: ports of all messages; messages of one channel share theirs.
     """
 
     table: Table[MessageRecord]

@@ -47,8 +47,7 @@ class ScheduledProposal:
     """A proposal as it would run.
 
     Attributes:
-        graph: stages with their in-flight counts, see ``Run``.
-        schedule: key of ``schedule.SCHEDULES``.
+        graph: stages with their in-flight counts, see ``Run``, also for the schedule.
         least_s: lower bound of its seconds.
         peak_bytes: most bytes on the fullest device.
     """
@@ -276,12 +275,9 @@ def least_step_s(
     The busiest stage works through its micro-batches. Before its first forward there is at least
     one forward of each stage on the way to it. After its last backward there is one backward of
     each stage on the way back, and the part of a stage's all-reduce that its backwards cannot hide,
-    before the update and after it. Messages are left out. All-reduces take longest to price, so
-    they are left out where the bound is more than ``enough`` without them.
-
-    Args:
-        split: backwards are in two halves, except in stages without predecessors; gradients of
-            weights may then be computed while the gradients of inputs go back.
+    before the update and after it. With ``split`` backwards gradients of weights may be computed
+    meanwhile, except in stages without predecessors. Messages are left out, and all-reduces, which
+    take longest to price, where the bound is more than ``enough`` without.
     """
     count = len(graph)
     busy, first = [0.0] * count, [0.0] * count

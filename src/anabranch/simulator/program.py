@@ -61,7 +61,6 @@ class ComputeUnits:
         groups: (stages, devices) of each gather -> its number, ascending.
 
     Args:
-        index: device -> its position in ``Program.devices``.
         besides_s: seconds of each update besides the update itself.
     """
 
@@ -94,9 +93,7 @@ class ComputeUnits:
 
     @cached_property
     def slices(self) -> Mapping[int, list[tuple[int, ...]]]:
-        """Device -> (stage, samples of its slice of the first micro-batch, and of the last), for
-        each of its stages.
-        """
+        """Device -> (stage, samples of its first slice, of its last) for each of its stages."""
         by_device: dict[int, list[tuple[int, ...]]] = {device: [] for device in self._device}
         for (s, device), replica in self._replica_of.items():
             last = self._graph.num_microbatches(s) - 1

@@ -179,9 +179,7 @@ class StageCosts:
 
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:
-    """Return the prices of a stage, which the cost model keeps. They do not depend on its devices
-    or its warm-up.
-    """
+    """Return the prices of a stage on any devices with any warm-up; the cost model keeps them."""
     key = (stage.operators, stage.replicas, stage.microbatch_size, stage.recompute, batch_size)
     known: dict[Hashable, StageCosts] = cost.memo.setdefault(StageCosts, {})
     if key not in known:

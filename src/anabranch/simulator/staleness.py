@@ -32,9 +32,8 @@ class Staleness:
         forward_delay: updates between the version that the forward of a mini-batch reads and the
             version that a synchronous step would read.
         forward_ahead: updates by which the policy predicts that version ahead.
-        backward_delay: the same as ``forward_delay`` for its backward.
-        backward_ahead: the same as ``forward_ahead`` for its backward.
-        versions: versions of the weights that the stage holds at once at most.
+        backward_delay, backward_ahead: the same for its backward.
+        versions: most versions of the weights that the stage holds at once.
     """
 
     difference: int

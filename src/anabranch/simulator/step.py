@@ -41,7 +41,6 @@ class SharedLists:
 
     Args:
         first: index of the first entry in ``Tables.lists``.
-        entries: entries that are there already.
     """
 
     def __init__(self, first: int, entries: list[int]) -> None:

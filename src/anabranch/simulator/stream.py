@@ -68,8 +68,7 @@ def units_held(graph: StageGraph, stage: int) -> int:
 
 
 def steady(order: AsynchronousOrder, costs: StepCosts) -> Steady:
-    """Measure training once the pipeline is full, for stages with the in-flight counts of
-    ``warm_up``.
+    """Measure training with a full pipeline, for stages with the in-flight counts of ``warm_up``.
 
     Args:
         costs: prices of the order's own stages, whose batch may be several mini-batches.
@@ -147,11 +146,8 @@ def require_untied(costs: StepCosts) -> None:
 
 
 def record(order: AsynchronousOrder, costs: StepCosts, *, batches: int | None = None) -> Timeline:
-    """Simulate a number of batches, from an empty pipeline to an empty one.
-
-    Args:
-        order: see ``steady``, as for the costs.
-        batches: by default as many as ``shown`` says.
+    """Simulate batches, by default ``shown``, from an empty pipeline to an empty one; see
+    ``steady`` for the other arguments.
 
     Returns:
         The predicted timeline of all batches. Actions number micro-batches through all of them;

@@ -104,8 +104,7 @@ def gradient_marks(
 
 
 def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:
-    """Return a lower bound of the seconds from the end of a stage's last backward to the end of its
-    sums.
+    """Return a lower bound of the seconds from a stage's last backward to the end of its sums.
 
     Args:
         samples: samples of the last backward on each device.

@@ -42,9 +42,7 @@ BUDGET = SearchBudget(improvement=50_000)
 
 
 _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
-"""Planners that may propose any stages: where none of their proposals fits, all partitions are
-tried.
-"""
+"""Planners that may propose any stages: if no proposal fits, all partitions are tried."""
 
 
 class AsynchronousSearch:
@@ -153,10 +151,9 @@ class AsynchronousSearch:
         return replace(costs, graph=self._contracted.expand(costs.graph), cost=self._whole)
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
-        """Return the best proposal whose replicas take mini-batches in turn, if its period is
-        shorter by ``turns_gain``; for planner ``pipedream``, whose paper has turns, if it is as
-        short. None where operators need a whole mini-batch, since in a simulation of turns a
-        mini-batch is a slice of a larger one.
+        """Return the best proposal whose replicas take mini-batches in turn, if its period gains
+        ``turns_gain``; for planner ``pipedream``, whose paper has turns, if it is as short. None if
+        operators need a whole mini-batch, as simulated turns are slices of a larger one.
         """
         if self._cost.graph.whole_batch:
             return None
@@ -280,9 +277,7 @@ class AsynchronousSearch:
             yield graph
 
     def _chosen(self) -> tuple[str, str, ScheduledProposal]:
-        """Return a policy for ``auto`` that has a plan, the reason for it, and the best proposal
-        under it.
-        """
+        """Return a policy for ``auto`` that has a plan, the reason, and its best proposal."""
         pieces = "2bw"
         if self._microbatch_size not in (None, self._batch_size):
             why = f"it is the one for micro-batches of {self._microbatch_size} samples"
@@ -344,10 +339,8 @@ _IN_PIECES = (
 def microbatch_sizes(batch_size: int, policy: WeightPolicy, most: int) -> Sequence[int]:
     """Return the micro-batch sizes to choose from under a policy, the largest first.
 
-    Where a policy cuts mini-batches these give about 1, 2, 4, ... micro-batches of equal size.
-
-    Args:
-        most: number of devices, of which micro-batches may be four times as many.
+    For a policy that cuts mini-batches these make about 1, 2, 4, ..., ``4 * most`` micro-batches of
+    equal size.
     """
     if not policy.microbatches:
         return [batch_size]

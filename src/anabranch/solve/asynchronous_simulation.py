@@ -34,7 +34,6 @@ class Simulated:
 
     Attributes:
         plan: the plan as simulated, with its policy and figures.
-        steady: training once the pipeline is full.
         staleness: age and versions of the weights of each stage.
         timeline: mini-batches from an empty pipeline to an empty one.
         graph: stages with the mini-batches of the timeline as one batch.
@@ -134,8 +133,8 @@ def ages_of(
 
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:
-    """Refuse a plan that cannot run without a flush on any model or cluster. A synchronous one is
-    converted, so it only needs one stage per device.
+    """Refuse a plan that cannot run without a flush. A synchronous one, which is converted, only
+    needs one stage per device.
 
     Raises:
         InvalidPlanError: if a device has several stages, or an asynchronous plan has another

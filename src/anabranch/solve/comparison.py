@@ -152,9 +152,8 @@ def baselines(
     optimizer: OptimizerFacts | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """Generate baselines: data parallelism and sequential plans, which are not improved by
-    simulation, and a chain, which is. An interrupt (Ctrl-C) leaves out the rest, and reaches the
-    caller.
+    """Generate baselines: data parallelism and sequential plans, not improved by simulation, and an
+    improved chain. An interrupt (Ctrl-C) leaves out the rest, and reaches the caller.
 
     Args:
         best: plan to compare with the baselines.

@@ -153,9 +153,8 @@ class Contest:
             self.improve()
 
     def loop(self, start: StageGraph | None = None) -> None:
-        """Judge plans with several stages on a device: rows of stages that pass the devices several
-        times, and branches whose join shares a device with one of them. They have to be shorter by
-        ``loop_gain``.
+        """Judge plans with several stages on a device, which have to gain ``loop_gain``: rows that
+        pass the devices several times, and branches whose join shares a device with one of them.
 
         Args:
             start: stages of a plan to begin with, several on a device; judged in any case.

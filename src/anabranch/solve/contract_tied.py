@@ -10,8 +10,7 @@ stages are convex, and so do all others that would otherwise close a cycle of st
     all three are one operator                embedding.b --> tower.b --+
                                               the embeddings are one operator, the towers are not
 
-Every stage graph that may run asynchronously is a stage graph of the smaller model, at the same
-cost.
+All stage graphs that may run asynchronously are stage graphs of the smaller model, at equal cost.
 """
 
 from __future__ import annotations

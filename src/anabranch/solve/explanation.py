@@ -71,7 +71,6 @@ class Explanation:
     """Reasons for the length of a step.
 
     Attributes:
-        graph: stages with their in-flight counts.
         step_s: seconds of the simulated step.
         device: the device on which the critical path is longest.
         floors: lower bounds of the step of any plan, or of this one.

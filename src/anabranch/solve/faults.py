@@ -24,8 +24,7 @@ def check_plan(
     *,
     optimizer: OptimizerFacts | None = None,
 ) -> list[str]:
-    """List the faults of a plan, a line each: faults of its schedule and, with both profile and
-    cluster, of conditions C1-C4 and memory.
+    """List faults of a plan, a line each: of its schedule, and given both, of C1-C4 and memory.
 
     Raises:
         ValueError: if only one of profile and cluster is given.

@@ -35,9 +35,7 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def usable_part(problem: Problem) -> Cluster:
-    """Return the largest part of a cluster whose devices can all be used: whole nodes, or a part of
-    one node.
-    """
+    """Return the largest part of a cluster, nodes or a part of one, that can be used as a whole."""
     levels = list(problem.cost.cluster.levels)
     for outer in reversed(range(len(levels))):
         most = problem.usable // prod(level.size for level in levels[:outer])
@@ -60,8 +58,7 @@ def on_whole(plan: Plan, problem: Problem) -> Plan:
 
 
 def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: SearchOn) -> Plan:
-    """Return the best plan for any number of devices; its figures name the fewest devices that are
-    nearly as fast.
+    """Return the best plan for any number of devices, with the fewest that are nearly as fast.
 
     Smaller and smaller parts of the cluster are tried. A quick search on a part is made only if the
     bound there, for plans with one stage on each device, is low enough. For a single device, where

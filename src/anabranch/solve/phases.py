@@ -96,9 +96,7 @@ def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | N
 
 
 def to_its_end(make: Callable[[], Plan]) -> Plan:
-    """Make the plan of a search that is over. That takes a moment, so a first interrupt only leaves
-    a note; a second one ends it.
-    """
+    """Make the plan of a search that is over; only a second interrupt ends that last moment."""
     try:
         return make()
     except KeyboardInterrupt:

@@ -22,8 +22,7 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
 
     Raises:
         PolicyError: if there is no such policy.
-        ValueError: for anything else that does not exist or does not go together; the message says
-            what there is.
+        ValueError: for other names or combinations that do not exist; it lists those that do.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; there are {' and '.join(MODES)}")

@@ -55,9 +55,7 @@ class Measured:
     yardstick_s: tuple[float, ...]
 
     def slower(self, devices: Sequence[int]) -> dict[int, float]:
-        """Return device -> how many times as long it computes as the lower median of all devices;
-        empty if they are about equal.
-        """
+        """Device -> how many times as long it computes as the median; empty if about equal."""
         usual = statistics.median_low(self.yardstick_s)
         ratios = [seconds / usual for seconds in self.yardstick_s]
         if max(ratios) < (1 + SETTINGS.even) * min(ratios):
@@ -141,9 +139,7 @@ class Replanner:
     def _proposals(
         self, plan: Plan, profile: Profile, slower: Mapping[int, float], *, anew: bool
     ) -> Iterator[Plan]:
-        """Generate proposals of the planner that begin with a plan, and with ``anew`` also without
-        it.
-        """
+        """Generate proposals that begin with a plan, and with ``anew`` also some without."""
         size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
         slowed = _scaled(profile, plan, _by_device(plan, slower)) if slower else profile
         # Devices keep to one stage where they have one: several gain less than a change costs.

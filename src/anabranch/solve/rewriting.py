@@ -12,12 +12,11 @@ from anabranch.solve.settings import SETTINGS
 
 
 def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
-    """Return rewrites that cut the embedding tables which hold up a plan; none if there are too few
-    devices for two parts of each.
+    """Return rewrites that cut embedding tables which hold up a plan, if devices suffice.
 
     A table is heavy if looking up, summing and updating its rows takes more than the share
-    ``SETTINGS.heavy`` of the step. Each is cut into the largest power of two of parts for which
-    there are devices.
+    ``SETTINGS.heavy`` of the step. Each is cut into as many parts, a power of two, as there are
+    devices for it.
     """
     if plan.machines is None:
         return []
@@ -39,12 +38,10 @@ def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
 
 
 def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | None:
-    """Return the plan with the shortest step; the plan of the model as written unless another one
-    saves enough.
+    """Return the plan with the shortest step; ``written`` unless another one saves enough.
 
     Args:
         written: plan for the model as written; None where none fits.
-        rewritten: plans for rewritten models.
     """
     best = min(rewritten, key=lambda plan: plan.figures.step_s, default=None)
     if written is None or best is None:

@@ -1,9 +1,8 @@
 """Choice of a schedule: for a plan, and of split backwards for the stages that a search proposes.
 
-A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated under
-schedules with split backwards as well. List schedules take longest to make, so they are tried only
-where the other ones are not far behind, and for one of several stage graphs whose steps under the
-others are equally long.
+A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated with
+split backwards as well. List schedules take longest to make, so they are tried only if the other
+ones are not far behind, and for one of several graphs whose steps under these are equal.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ lists are shortest. A deep warm-up with split backwards was never the shortest.
 
 
 def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
-    """Return the stages of a synchronous plan with their in-flight counts, and the key of the
-    schedule.
+    """Return a synchronous plan's stages with in-flight counts, and the key of the schedule.
 
     Args:
         schedule: see ``simulate``, also for the errors.
@@ -71,9 +69,8 @@ def split_backwards(
     limit: float | None = None,
     schedules: Sequence[str] = tuple(sorted(SPLIT_BACKWARDS)),
 ) -> tuple[float, ScheduledProposal] | None:
-    """Return the seconds of the shortest step of some proposals with split backwards, and how it
-    runs; None if it is not below a limit. It has to save enough of the same proposal's step with
-    whole backwards.
+    """Return the shortest step of some proposals with split backwards, and how it runs; None if it
+    is not below a limit. It has to save enough of the proposal's step with whole backwards.
 
     Args:
         judge: judge of the proposals under schedules with whole backwards.

@@ -13,9 +13,8 @@ class Settings:
         worth_sharing: share of the step that sharing the optimizer's state among replicas has to
             save.
         share_proposals: proposals that are simulated with shared state at the end of a search: half
-            of them the most promising ones by the search's estimate, half the best ones without
-            sharing. Without the second half a plan of GraphPipe's for candle-uno on 256 devices was
-            3 % ahead of the search.
+            the most promising by its estimate, half the best without sharing. Without the latter a
+            plan of GraphPipe's for candle-uno on 256 devices was 3 % ahead of the search.
         split_near: proposals whose steps are within this factor of the shortest are tried with
             split backwards, ``split_proposals`` of them. With 1.2 and 8 two of 20 plans for mmt
             were 3 and 13 % longer; with 12 one of 40 was .6 % longer, with 24 none is shorter.
@@ -50,13 +49,11 @@ class Settings:
         straggler_share: least share of the step that a straggler costs.
         most_computes: most computes of all changed steps together, some two seconds; other changes
             are left out.
-        turns_gain: share of the period that replicas which take mini-batches in turn have to save:
-            they make fewer updates. ``ShortestPeriod.weighs_updates`` asks for more where the whole
-            model makes fewer.
+        turns_gain: share of the period that replicas which take mini-batches in turn have to save,
+            as they make fewer updates; for the whole model see ``ShortestPeriod.weighs_updates``.
         as_fast: share of the speed that fewer devices have to reach for a plan to say so.
-        fewer_bound: power of bound / step of all devices by which the bound of fewer devices has to
-            be below the best step for a search there, see ``with_fewer_devices``; .5 lost plans
-            that were 4 to 60 % shorter, of one in 70 models.
+        fewer_bound: power of bound / step in ``with_fewer_devices``, up to which fewer devices are
+            tried; .5 lost plans that were 4 to 60 % shorter, of one in 70 models.
         fewer_effort: share of a search's evaluations for each smaller number of devices.
         bound_met: share of the bound by which a step may be longer for a search to end.
         bound_rounding: share by which the bound may be too low, at which the search for it ends.
@@ -101,9 +98,8 @@ class SearchBudget:
 
     Attributes:
         simulation: limit for judging proposals. Only plans for many hundred devices come near it.
-        likely: part of ``simulation`` for the proposals that a search thinks best, in its order,
-            before all others: if they had all of it, planners were ahead of the search that began
-            with their plans.
+        likely: part of that for proposals that a search thinks best, in its order, before others:
+            with all of it, planners were ahead of the search that began with their plans.
         enough: limit for judging proposals as they come, to see whether one is short enough to end
             the search.
         improvement: limit for improving the best proposal.

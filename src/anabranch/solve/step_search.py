@@ -55,8 +55,7 @@ class StepSearch:
         """Search for the plan with the shortest simulated step.
 
         Args:
-            may_share: whether replicas may share the optimizer's state though ``cost`` does not say
-                so.
+            may_share: whether replicas may share the optimizer's state if ``cost`` does not.
         """
         phases, notes, planner = Phases(), [*self.notes], self.planner
         contest, search, count = self._decide(cost, phases, may_share)

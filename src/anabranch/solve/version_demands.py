@@ -38,11 +38,7 @@ class Demand(NamedTuple):
 
     A stage with n mini-batches in flight is taken to hold ``1 + constant + flight * n`` versions;
     for most policies that is at most one too many. A replica is taken to stash only its share of
-    the weights. The judge counts exactly.
-
-    Attributes:
-        share: share of a device's memory that plans may take.
-        recompute: whether stages may recompute.
+    the weights. The judge counts exactly. ``share`` is that of a device's memory.
     """
 
     share: float

@@ -80,8 +80,7 @@ class LookEvent:
     """Times of devices and links were compared with the prediction.
 
     Attributes:
-        slow: devices and links that take longer than predicted beside the others, as text, the
-            worst first.
+        slow: devices and links that take longer than predicted, as text, the worst first.
     """
 
     name: ClassVar[str] = "look"

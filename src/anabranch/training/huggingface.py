@@ -180,9 +180,7 @@ class Trainer:
         steps, updates = taken.steps(per_epoch), taken.updates(per_epoch)
 
         def batches(strategy: str, every: float) -> int:
-            """Return the batches between two events; ``every`` counts updates, or is a share of all
-            if it is below 1.
-            """
+            """Batches between two events; ``every`` counts updates, below 1 as a share of all."""
             between = math.ceil(every * updates) if every < 1 else int(every)
             return between * accumulate if strategy == "steps" else per_epoch
 

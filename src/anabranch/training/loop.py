@@ -63,9 +63,8 @@ def train(
         looks: comparisons of devices and links with the prediction; by default there are none.
         options: options of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``. With
             ``copies`` the state is copied every few steps, and if there is a copy, training goes on
-            from it as if nothing had happened since. Also ``on_trained``, which is called on the
-            first rank with the run behind its last step, before checkpoint and evaluation, which
-            may fail.
+            from it as if nothing had happened since. Also ``on_trained``, called on the first rank
+            with the run behind its last step, before checkpoint and evaluation, which may fail.
 
     Returns:
         The run, the same on every rank.

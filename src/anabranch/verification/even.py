@@ -78,8 +78,7 @@ def in_equal_slices(captured: Captured, plan: Plan) -> Plan:
     """Cut micro-batches so that all replicas of a stage have as many samples, and the batch to a
     multiple of them: with batch normalisation one process can then compute on the same samples.
 
-    A plan is unchanged if slices are equal already, without batch normalisation, and if the model
-    fails with so few samples.
+    Plans with equal slices, or without batch normalisation, or for which the model fails, stay.
     """
     graph = plan.stage_graph
     parted = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]

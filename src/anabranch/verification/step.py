@@ -166,9 +166,7 @@ def verify(
         return loss, _on_cpu(gradients)
 
     def repeated() -> tuple[str, ...]:
-        """Return notes on a second call of the module, without dropout and with the same random
-        numbers.
-        """
+        """Return notes on a second call of the module, without dropout and with equal numbers."""
         with NoDropout(), unchanged_state(captured), same_numbers(module):
             first = reference(module, batch, [(0, size)]).loss
         with NoDropout():

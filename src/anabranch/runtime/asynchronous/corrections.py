@@ -1,9 +1,8 @@
 """Corrections of a stage's updates that make up for stale gradients; a policy names its own.
 
-A correction changes gradients before a step of the optimizer, or the update after it. Its arguments
-are the policy, whose fields are the options, the ``Step``, and dictionaries of tensors that are
-kept from step to step, by the index of a parameter (a tensor of the whole stage is under every
-index).
+A correction changes gradients before a step of the optimizer, or the update after it. Arguments are
+the policy, whose fields are the options, the ``Step``, and tensors that are kept from step to step,
+by the index of a parameter (a tensor of the whole stage is under every index).
 """
 
 from __future__ import annotations

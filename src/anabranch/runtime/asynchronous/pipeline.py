@@ -219,8 +219,7 @@ class AsyncPipeline(BasePipeline):
 
         Raises:
             NonFiniteError: on every rank, late like the loss; names stage and mini-batch. Stages
-                may have made different updates by then, so training can only go on from a
-                checkpoint.
+                have made different updates by then: training can only go on from a checkpoint.
             StageFailedError: if an exception was raised on this rank; names stage and mini-batch.
             DataError: if a batch is built otherwise than the workload's example, or too large; or
                 if the ranks have unequal numbers of batches.
@@ -320,8 +319,7 @@ class AsyncPipeline(BasePipeline):
         """Record a ``timeline`` of the next mini-batches, which exists after the next ``drain``.
 
         Args:
-            minibatches: mini-batches beyond those that fill the pipeline, in which every device has
-                work.
+            minibatches: mini-batches with work for every device, besides those of the fill.
         """
         first, size = self.step_number, self.plan.stage_graph.batch_size
         last = first + minibatches + 2 * self._order.late

@@ -184,9 +184,7 @@ def clipped_by_stage(workload: Workload, clip_stage_norm: float | None) -> Workl
 def require_recipes(
     workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
 ) -> None:
-    """Refuse recipes that need figures of all ranks together, and a policy that does not fit; no
-    plan is needed.
-    """
+    """Refuse, without a plan, recipes that need figures of all ranks, and an unfit policy."""
     if remark := common_norm_remark(workload):
         raise PolicyError(remark)
     if compute.precision == "fp16":

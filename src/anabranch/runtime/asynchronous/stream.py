@@ -1,8 +1,7 @@
 """Execution of the asynchronous schedule on one rank.
 
 The schedule (``AsynchronousOrder``) has no end. When a mini-batch is put in, the stage executes it
-up to the last forward of that mini-batch; a drain does the remaining passes of all that were put
-in::
+up to the last forward of that mini-batch; a drain does the passes that are left::
 
     put     0    1    2    3       4       5       drain              in flight
     stage 0 F0   F1   F2   B0* F3  B1* F4  B2* F5  B3* B4* B5*        3
@@ -65,7 +64,6 @@ class _Learned:
     Attributes:
         run: this rank's mini-batch; None if it had none in a round.
         outcome: outcome that brings the norms of gradients, and the terms of this rank.
-        norms: norms of the gradients.
         is_last_turn: whether the mini-batch is the last one of its round.
     """
 

@@ -11,9 +11,8 @@ backward; an update works on a copy if the old version must stay, otherwise in p
                 B  version 2, read by F4 ............................ B4
                 C  version 3
 
-In place: there is one storage, and the backward reads its current content; autograd's check of that
-is switched off, since the policy means it. A prediction overwrites it for a pass, and the current
-weights are put back afterwards.
+In place: there is one storage, and the backward reads its current content, which is the policy, so
+autograd's check is off. A prediction overwrites it, and current weights are put back afterwards.
 """
 
 from __future__ import annotations
@@ -86,9 +85,7 @@ class VersionedWeights:
 
     @property
     def peak_versions(self) -> int:
-        """Most copies of the weights alive at once, the current one and those of corrections
-        included.
-        """
+        """Most copies of the weights alive at once: current, older and those of corrections."""
         return 1 + self._num_made + sum(self._policy.corrections.values())
 
     @property

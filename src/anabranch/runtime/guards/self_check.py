@@ -78,10 +78,7 @@ def compare_with_eager(
     home: torch.device,
 ) -> str:
     """Compare loss and gradients of the first samples of a batch, unless the model draws random
-    numbers besides dropout.
-
-    Args:
-        home: device on which the whole model was, and runs here.
+    numbers besides dropout; the whole model was on ``home``, and runs there.
 
     Returns:
         The result, in a line.

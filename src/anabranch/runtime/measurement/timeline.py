@@ -3,9 +3,8 @@
 In a step, each rank's clock starts at a barrier, so clocks of several machines need not agree.
 
 Without a flush a recording must not stop training, so there is no barrier. Every rank notes some
-mini-batches, and the figures are gathered with the next drain. A rank has all its actions from the
-first backward of these mini-batches to their last forward; the timeline shows the time that is
-common to all ranks::
+mini-batches, gathered with the next drain. A rank has all its actions from the first backward of
+these mini-batches to their last forward; the timeline shows the time that all ranks have::
 
     2 to 7 noted    rank 0    F2    F3    F4  | B2 F5 B3 F6 B4 F7 |  B5    B6    B7
                     rank 1          F2 B2 F3  | B3 F4 B4 F5 B5 F6 |  B6 F7 B7

@@ -4,8 +4,7 @@ Every step checks the loss and, in one pass, all gradients of parameters. An inf
 operation removes again, as in a mask, does no harm.
 
 When all ranks know that a step was bad, most of its tensors are gone. The largest number of each
-tensor between stages is kept (``Outcome.bad_values``). Of bad tensors the first in the order of the
-step is named::
+tensor between stages is kept (``Outcome.bad_values``). The first one in the step's order is named::
 
     stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
     stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
@@ -40,8 +39,7 @@ class Finding(NamedTuple):
     Attributes:
         phase: 0 in a forward, 1 in a backward.
         place: the stage, in a backward its negative.
-        microbatch: micro-batch of that stage; ``_UNKNOWN`` for a parameter, whose gradients have
-            been added up.
+        microbatch: micro-batch of that stage; ``_UNKNOWN`` for the summed gradient of a parameter.
         what: kind of tensor.
         which: index of the value in the model's graph, or of the parameter from the last one.
     """

@@ -47,9 +47,7 @@ SETTINGS = OffloadSettings()
 
 
 class Offload:
-    """Keeps tensors that autograd saves for a stage on a GPU on the host, except parameters and
-    tensors that are held anyway.
-    """
+    """Keeps tensors that autograd saves on a GPU on the host, except those that are held anyway."""
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)

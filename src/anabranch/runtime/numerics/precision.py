@@ -33,9 +33,7 @@ class LossScale:
     """An overflow at or below this scale is not due to the scale."""
 
     def unscale(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
-        """Divide gradients in place; return one tensor, zero unless all are finite, or none without
-        gradients.
-        """
+        """Divide gradients in place; return a tensor, 0 unless all are finite, if there are any."""
         held = [gradient for gradient in gradients if gradient is not None]
         values = [gradient._values() if gradient.is_sparse else gradient for gradient in held]
         values = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel()]

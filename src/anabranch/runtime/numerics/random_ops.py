@@ -92,8 +92,7 @@ class RandomSite(NamedTuple):
 
     Attributes:
         streams: see the function ``streams``; ``row`` is the row of this operation.
-        blocks: (before, samples, after); 0 samples for a value without samples.
-        shape: shape of the value.
+        blocks: (before, samples, after), with 0 samples for a value without samples.
     """
 
     streams: Tensor
