@@ -41,7 +41,7 @@ class Planner(Protocol):
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
-            BudgetError: if the search would take more than it was given.
+            BudgetError: if the search would take more than its budget.
         """
         ...
 
@@ -65,12 +65,12 @@ WHOLE = Runs()
 def require_options(planner: str, found: object, **least: int | float) -> None:
     """Refuse options out of range, as early as they are set.
 
-    None passes: whether an option may be None is a matter of its type.
+    None passes; the type of an option says whether it may be None.
 
     Args:
         planner: key of ``planner.PLANNERS``.
-        found: has the options as attributes.
-        least: per option the least value it takes; no option takes infinity or NaN.
+        found: planner with the options as attributes.
+        least: option -> its least value; no option takes infinity or NaN.
 
     Raises:
         ValueError: names the first option that is out of range, its value and the range.

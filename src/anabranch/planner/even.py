@@ -1,7 +1,7 @@
 """The simplest pipeline: as many stages as devices, each with about the same work.
 
-As torchgpipe's ``balance``: contiguous runs of the model in one order that minimise the longest
-one. Transfers are ignored; plans that exceed the memory are rejected.
+As in torchgpipe's ``balance``, stages are contiguous runs of the model in one order that minimise
+the longest run. Transfers are ignored; plans that exceed the memory are rejected.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _parts(problem: Problem, microbatch_size: int, replicas: int = 1) -> list[Pa
 
 
 def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
-    """Error with the memory of the smallest micro-batches, and whether other chains fit."""
-    if not sizes:  # the profile has none that a stage without replicas could take
+    """Return an error with the memory needed at least; it says whether other chains fit."""
+    if not sizes:  # the profile covers none for a stage without replicas
         return explain(problem)
     cost, cluster = problem.cost, problem.cost.cluster
     count = -(-problem.batch_size // sizes[0])
@@ -118,7 +118,7 @@ def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
     """
     for before in range(1, len(longest)):
         # A later start makes the last run shorter and the others longer, so the best start comes
-        # no earlier for a later stop. Of starts that are as good the last.
+        # no earlier for a later stop. Among equal starts the last is taken.
         start = before
         for stop in range(before + 1, len(sums) - len(longest) + before + 1):
             least = max(longest[before - 1, start], sums[stop] - sums[start])

@@ -42,10 +42,10 @@ class Suffix(NamedTuple):
     """Terms of the latency of the last stages of a pipeline.
 
     Attributes:
-        pivot_s: F + B of the pivot among them.
-        between_s: F + B of all of them before the pivot.
-        warm_s: F of all of them up to the pivot.
-        back_s: B of all of them up to the pivot.
+        pivot_s: F + B of their pivot.
+        between_s: F + B of all these stages before the pivot.
+        warm_s: F of all these stages up to the pivot.
+        back_s: B of all these stages up to the pivot.
         ending_s: T_e.
         behind_s: lower bound of T_e if the pivot comes before them: the largest AR less the B of
             its stage and of all before it.
