@@ -20,8 +20,8 @@ class Planner(Protocol):
     keeps the best. Being a function of its arguments alone, a planner proposes the same list each
     time.
 
-    A planner that searches for long yields what it has as it goes, so that whoever interrupts the
-    search still has a plan; it may propose a stage graph twice.
+    A planner that searches for long yields plans as it finds them, so that an interrupted search
+    still has one. It may propose a stage graph twice.
 
     Attributes:
         schedules: keys of ``schedule.SCHEDULES`` that its paper runs such plans with.

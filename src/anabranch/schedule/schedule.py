@@ -43,7 +43,7 @@ class Kind(StrEnum):
 
     @cached_property
     def number(self) -> int:
-        """Place among the kinds."""
+        """Index among the kinds."""
         return [*Kind].index(self)
 
     @cached_property
@@ -82,7 +82,7 @@ class Action:
     """One compute, send, receive or update of a device.
 
     Attributes:
-        microbatch: its number; of an update the number of the update.
+        microbatch: number of the micro-batch, or of the update.
         peer_stage: the stage at the other end of a message, -1 otherwise.
         peer: the device at the other end of a message, -1 otherwise.
     """
@@ -138,7 +138,7 @@ class Order(tuple[Action, ...]):
 
     @cached_property
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """Stage, kind by its number, and micro-batch of each action."""
+        """Stages, kinds as ``Kind.number``, and micro-batches of the actions."""
         stages = _array([action.stage for action in self])
         kinds = _array([action.kind.number for action in self])
         return stages, kinds, _array([action.microbatch for action in self])
@@ -158,7 +158,7 @@ class Order(tuple[Action, ...]):
         return tuple(sorted({stage for stage, _ in self.passes}))
 
     def split(self, stages: frozenset[int]) -> Order:
-        """Put gradients of inputs and of weights in the place of the backwards of these stages."""
+        """Replace backwards of these stages by gradients of inputs, then of weights."""
         return self._split(stages.intersection(self.stages))
 
     @remembered
@@ -191,7 +191,7 @@ class Order(tuple[Action, ...]):
 
     @remembered
     def computes(self, per_update: int = 0) -> list[tuple[Action, bool, Ints]]:
-        """Group equal computes: a representative, True for last backwards, their positions."""
+        """Group equal computes as (first of them, whether they are last backwards, positions)."""
         import numpy as np
 
         stage, kind, microbatch = self.columns
@@ -219,7 +219,7 @@ def _where(kinds: Ints, some: Iterable[Kind]) -> Ints:
 
 
 def _alike(*columns: Ints) -> list[Ints]:
-    """Return the positions of rows that are equal, ascending; groups begin in ascending order."""
+    """Return groups of equal rows as ascending positions, in the order of their first rows."""
     import numpy as np
 
     keys = np.zeros(len(columns[0]), np.int64)

@@ -28,7 +28,7 @@ So L grows stage by stage from the back, and six numbers describe a suffix of th
 
 The paper leaves out what an overlapped all-reduce costs in T_e (section 6.3, "DP Overlap"). Decided
 here: the gradients of operator o join one ring once the last micro-batch has gone back through o,
-beside the backward of what comes before o. What sticks out at the end of the stage counts::
+beside the backward of earlier operators. The part after the end of the stage's backward counts::
 
     AR = max over its operators o of  ring(parameters up to o) - (backward seconds before o)
 """

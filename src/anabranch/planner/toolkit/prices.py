@@ -94,7 +94,7 @@ class MicrobatchPrices:
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """All modes that may be used, fewest devices first; recomputation comes last among equals."""
+        """All modes that may be used, by devices, each first without recomputation."""
         recompute = (False, True) if self.recompute else (False,)
         return tuple(Mode(degree, again) for degree in self.degrees for again in recompute)
 
