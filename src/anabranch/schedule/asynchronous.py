@@ -129,12 +129,12 @@ class AsynchronousOrder:
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """Per stage, mini-batches of an update."""
+        """Mini-batches of an update, by stage."""
         return tuple(stage.replicas if self.round_robin else 1 for stage in self.graph.stages)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, updates of which a device holds a part between forward and backward."""
+        """Updates of which a device holds a part between forward and backward, by stage."""
         return tuple(units_in_flight(s.in_flight, self.per_update) for s in self.graph.stages)
 
     @cached_property

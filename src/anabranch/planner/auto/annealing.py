@@ -100,7 +100,7 @@ class Annealing:
             spent += effort
             temperature *= cooling**effort
             draft = draw(here.draft, space, rng)
-            # Slower drafts are not taken; drawn first, so that most evaluations end early.
+            # A draft beyond the limit is not taken; drawn first, so most evaluations end early.
             limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
             key = space.key(draft)
             seconds, asked = known.get(key, (math.inf, 0.0))

@@ -16,7 +16,7 @@ of two drafts is faster:
 - memory with recomputation and, without a flush, with versions of the weights;
 - how much devices of a host slow each other while they compute, with a core each or shared cores.
 
-The simulator judges the drafts that it likes. It leaves out parameters that stages share, and how
+The simulator judges the best drafts. The evaluator leaves out parameters that stages share, and how
 replicas wait for each other on cards where stages differ in micro-batch size (6 to 10 % of the step
 in candle-uno's drafts where cards are slow).
 """
@@ -118,7 +118,7 @@ class Evaluator:
         for memory, values in zip(self._given, draft[:3], strict=True):
             memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
         given, problem, state = self._tables
-        factor = 1 + draft.split * SETTINGS.split_gain  # the least saving counts as none
+        factor = 1 + draft.split * SETTINGS.split_gain  # a smaller saving counts as none
         args = *given, draft.num_stages, *draft[3:], limit / factor, problem, state
         if self._step_s is None:
             self._step_s = step_s.for_types_of(*args)

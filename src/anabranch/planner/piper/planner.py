@@ -37,8 +37,8 @@ class Piper:
             no budget up to 5,700 of them.
         any_degree: numbers of replicas that are no power of two as well.
         tolerance: relative distance to the least load at which its search ends; 0 for none.
-        budget: downsets at most.
-        pairs: nested pairs of downsets at most; 16 million take about half a gigabyte.
+        budget: most downsets.
+        pairs: most nested pairs of downsets; 16 million take about half a gigabyte.
     """
 
     max_replicas: int | None = None

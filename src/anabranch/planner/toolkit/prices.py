@@ -140,7 +140,7 @@ class MicrobatchPrices:
     def headroom(
         self, weights: StageWeights, replicas: Number, *, recompute: Number = False
     ) -> NDArray[np.int32]:
-        """The largest height at which a stage, or each of many, fits; -1 where it fits at none."""
+        """Return the largest height at which a stage, or each of many, fits; -1 if none."""
         size = self.microbatch_size
         memory = self.cost.memory(weights, size, replicas, recompute=recompute)
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
@@ -164,7 +164,7 @@ class MicrobatchPrices:
 
     @remembered
     def part_headroom(self, part: Part) -> int:
-        """The largest height at which the part fits; -1 if none."""
+        """Return the largest height at which the part fits; -1 if none."""
         weights = self.cost.weights(part.mask)
         return int(self.headroom(weights, part.replicas, recompute=part.recompute))
 
