@@ -105,7 +105,7 @@ class Piper:
             yield few
         whole: BoundedPlans | None = plans
         if not plans.reached(exact=True):
-            # Without ``few`` no stage has a use for the idle devices.
+            # ``few`` is None where its stages have no use for the idle devices.
             stages, space = searched[-1]
             whole = None if few else least(stages, space, self.tolerance, exact=True)
         if whole is not None:
