@@ -139,7 +139,7 @@ class AsynchronousOrder:
 
     @cached_property
     def late(self) -> int:
-        """Number of later mini-batches after which all stages have updated for a mini-batch."""
+        """Number of later mini-batches after which a mini-batch has updated all weights."""
         return max((w + 1) * r - 1 for w, r in zip(self.in_flight, self.turns, strict=True))
 
     def deepest(self, stage: int) -> int:
