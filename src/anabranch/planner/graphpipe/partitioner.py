@@ -9,6 +9,8 @@ the loops over them (lines 35 to 37, 43) are array operations. The paper's recur
 here the first of the two parts of a series is a single stage, a block, or a block without the tail
 of a branch, and of a block a run of branches, which gives the same stage graphs.
 
+Axes of arrays: x and y, configurations of a stage and of the next one; k, mode; d, device groups.
+
 Two things the paper implies only:
 
 - G_1 and G_2 of a decomposition share their source and sink, so that the stage of a join may reach
