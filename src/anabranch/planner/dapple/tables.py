@@ -24,9 +24,10 @@ class Runs(NamedTuple):
         index_of: index in ``degrees`` of each number of replicas; -1 if it is not among them.
         forward_s: [degree, cut] seconds of the forwards of all operators before the cut.
         backward_s: [degree, cut] seconds of their backwards.
-        work_s: [cut] least device-seconds of both, over all degrees.
-        least_both_s, least_backward_s: [devices, cut] least seconds of both, and of backwards, for
-            one micro-batch on that many devices.
+        work_s: [cut] device-seconds of all operators before the cut, whatever the replicas, at
+            least.
+        least_both_s, least_backward_s: [devices, cut] their seconds for one micro-batch, at least,
+            on so many devices.
         headroom: [degree, i, j] the largest height at which the run fits; -1 for none.
         entering: [i, j] bytes of one micro-batch that the run reads from earlier operators.
         gradients: [i, j] bytes of gradients that it sends back to them.

@@ -319,7 +319,7 @@ def _hold_fewest(
 
 @compiled
 def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
-    """Find min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
+    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
     for x in range(a.shape[0]):
         for d1 in range(a.shape[1]):
             if a[x, d1] < NEVER:
