@@ -118,7 +118,7 @@ def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
     """
     for before in range(1, len(longest)):
         # A later start makes the last run shorter and the others longer, so the best start comes
-        # no earlier for a later stop. Among equal starts the last is taken.
+        # no earlier for a later stop. Of starts that are as good the last.
         start = before
         for stop in range(before + 1, len(sums) - len(longest) + before + 1):
             least = max(longest[before - 1, start], sums[stop] - sums[start])

@@ -77,7 +77,7 @@ class DownsetPrices:
         }
 
     def _least_bytes(self, replicas: int) -> Floats:
-        """Bytes of each downset; the difference of two is a lower bound for the stage between."""
+        """Per downset; the difference of two is at most what the stage between them needs."""
         border = Border(*(Traffic(0.0, 0.0),) * 4)
         downsets = self.downsets
         weights = StageWeights(
@@ -92,7 +92,7 @@ class DownsetPrices:
     def possible(
         self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
     ) -> NDArray[np.int64]:
-        """Return the indices of pairs whose stage may be within a bound in some mode."""
+        """Indices of the pairs whose stage may be within a bound, however it runs."""
         floor = self.downsets.sums(np.min(list(self._least_s.values()), axis=0))
         crossing = min(
             self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
@@ -106,10 +106,10 @@ class DownsetPrices:
         return np.concatenate(places)
 
     def fewest_devices(self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float) -> Ints:
-        """Return the fewest devices for each pair's stage; ``NEVER`` if no number is enough.
+        """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.
 
         Args:
-            traffic: bytes per sample across the border of each stage, rounded downwards.
+            traffic: bytes per sample that cross the border of each stage, rounded downwards.
         """
         result = np.full(len(pairs), NEVER, dtype=np.int32)
         for replicas in reversed(self.prices.degrees):
@@ -122,7 +122,7 @@ class DownsetPrices:
     def _within(
         self, replicas: int, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
     ) -> NDArray[np.bool_]:
-        """Return True for each stage that may be within a bound on the load and in memory."""
+        """Mask of the stages that may be within a bound on the load and in memory."""
         nbytes = self._least_bytes(replicas)
         crossing = self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
         least = pairs.difference(self.downsets.sums(self._least_s[replicas])) + traffic * crossing
