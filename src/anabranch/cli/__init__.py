@@ -45,11 +45,11 @@ _MEANT = {
     "resume": "anabranch train MODEL --resume FOLDER",
     "calibrate": "anabranch cluster --calibrate",
 }
-"""Words that are no verbs -> the command that is meant."""
+"""Word that is no verb -> the command that is meant."""
 
 
 class _Verbs(TyperGroup):
-    """Verbs that answer for words that are options."""
+    """Group of verbs; points from words such as ``resume`` to the command that is meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -78,8 +78,8 @@ _verbs = (
 
 
 class _Verb(TyperCommand):
-    """A verb with its remarks behind it, which says what is to be written where an option or an
-    argument is missing, and that Ctrl-C has ended it where it has not said so itself.
+    """Command of one verb. Prints remarks after the result, completes a command line that lacks an
+    argument or option, and reports Ctrl-C where the verb has not.
     """
 
     def invoke(self, ctx: Any) -> None:
@@ -105,7 +105,7 @@ for _verb in _verbs:
 
 
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Names the file from which torchrun takes the last thing that it says of a rank that failed."""
+"""Environment variable with the file from which torchrun reads why a rank failed."""
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def main() -> None:
     except AnabranchError as error:
         if os.environ.get("ANABRANCH_DEBUG"):
             raise
-        # What something else than ours has raised has a traceback that says more.
+        # An exception of the user's code has a traceback that says more.
         is_theirs = isinstance(error, StageFailedError | WorkloadError | LoaderError)
         has_trace = error.__cause__ is not None or hasattr(error, "__notes__")
         more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs and has_trace else ""
@@ -139,7 +139,7 @@ def main() -> None:
         if os.environ.get("ANABRANCH_DEBUG") or not (message := shadowed(error)):
             raise
         _fail("ImportError", message, 1)
-    except TyperException as error:  # otherwise typer has ended it
+    except TyperException as error:  # in standalone mode typer prints it and exits
         message = getattr(error, "format_message", error.__str__)()
         _fail("UsageError", message, getattr(error, "exit_code", 2))
 

@@ -17,7 +17,7 @@ from anabranch.plans.plan import Plan
 
 
 def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
-    """A preset or a cluster file; local ranks with this machine's kept calibration, if wanted."""
+    """Return a preset, or the cluster of a file; local ranks get this machine's calibration."""
     from anabranch.files import load_cluster
 
     return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
@@ -33,7 +33,7 @@ def cluster_to_plan_for(text: str, *, calibrated: bool = True) -> Cluster:
 
 
 def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
-    """Local ranks with the kept calibration of this machine, which is said behind the result."""
+    """Return local ranks with this machine's kept calibration, and remark on it."""
     if not calibrated:
         return replace(cluster, calibration=None)
     from anabranch.calibration import kept
@@ -52,7 +52,7 @@ def note_other_model(plan: Plan, graph: OpGraph) -> None:
 
 
 def remark_uncalibrated(plan: Plan) -> None:
-    """Say that the prediction of a plan file for local ranks leaves something out, if it does."""
+    """Remark that a plan file for local ranks was predicted without a calibration, if it was."""
     from anabranch.calibration.kept import COMMAND, is_calibrated, is_local
 
     if plan.machines is not None and is_local(plan.machines):
@@ -65,8 +65,8 @@ def remark_uncalibrated(plan: Plan) -> None:
 
 
 def remark_crowded(plan: Plan) -> None:
-    """Say that more ranks than there are processor cores will compute here by a plan for devices
-    of which each computes on its own; the prediction for local ranks knows that they do not.
+    """Remark that there are more ranks than processor cores here, if the plan is for devices that
+    compute independently; predictions for local ranks account for shared cores.
     """
     machines = plan.machines
     is_foreseen = machines.cores if machines is not None else plan.cluster.startswith("local:")
@@ -80,8 +80,8 @@ def remark_crowded(plan: Plan) -> None:
 
 
 def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = True) -> Cluster:
-    """The cluster that the user names, or the one that a plan was made for; raises InvalidPlanError
-    where a plan has no more than the name of a cluster of the user's own.
+    """Return the cluster that the user names, or else the plan's; raise InvalidPlanError where a
+    plan has only the name of a cluster of the user's own.
     """
     if text is not None:
         return read_cluster(text, calibrated=calibrated)
@@ -98,8 +98,8 @@ def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = T
 
 
 def require_own_devices(plan: Plan, file: Path) -> None:
-    """Accept a plan whose devices are those of its cluster, of which it may leave some out; any
-    others would have no links. Raises InvalidPlanError naming them.
+    """Accept a plan whose devices are all in its cluster, as others would have no links; raise
+    InvalidPlanError naming the others.
     """
     machines = plan.machines
     if machines is None:

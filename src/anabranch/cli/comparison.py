@@ -1,7 +1,7 @@
-"""Plans side by side, as a table that fits 80 columns, and the ages of weights of one.
+"""Tables of plans side by side, within 80 columns, and of the ages of the weights of one plan.
 
-What does not fit a column is a line below the table; what holds for all plans is said once. Of the
-stages without a flush the table shows the one with the oldest weights.
+Facts that fit no column are lines below the table; a fact of all plans is said once. Without a
+flush the table shows the ages in the stage with the oldest weights.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Contender(NamedTuple):
 
 
 Results = Mapping[Contender, "Plan | AnabranchError"]
-"""{contender: its plan, or why there is none}"""
+"""Contender -> its plan, or the error that says why there is none."""
 
 
 def side_by_side(
     results: Results, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings, and one row per contender, the shortest step first."""
+    """Return the headings, and one row per contender, the shortest step first."""
     plans, is_async = [*plans_among(results).values()], _is_async(results)
     fastest = min((plan.figures.step_s for plan in plans), default=0.0)
     peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
@@ -55,7 +55,7 @@ def side_by_side(
             cells = [_LABELS.get(type(plan), "no plan"), *["-"] * (len(columns) - 1)]
         else:
             cells = list(_figures(plan, fastest, unit, optimizer).values())
-            contender = contender._replace(policy=plan.policy)  # where it was to choose one
+            contender = contender._replace(policy=plan.policy)  # which the search chose for auto
         rows.append([*(getattr(contender, name) for name in names), *cells])
     return [*names, *columns], rows
 
@@ -75,7 +75,7 @@ _LABELS = {BudgetError: "too big", SearchStoppedError: "stopped"}
 def _figures(
     plan: Plan, fastest: float, unit: str, optimizer: OptimizerFacts | None
 ) -> dict[str, str]:
-    """Heading -> figure, of every column but the names."""
+    """Return heading -> figure, for every column but the names."""
     figures, graph = plan.figures, plan.stage_graph
     is_async = plan.mode == "async"
     peak = max(figures.device_peak_bytes) / (2**30 if unit == "GiB" else 2**20)
@@ -113,7 +113,7 @@ def _seconds(seconds: float) -> str:
 
 
 def remarks(results: Results, costs: str) -> list[str]:
-    """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
+    """Return the lines below the table: origin of costs, common notes, shape of each plan."""
     if not names_planner(results):
         results = {contender._replace(planner=""): plan for contender, plan in results.items()}
     plans = [*plans_among(results).values()]
@@ -140,7 +140,7 @@ def remarks(results: Results, costs: str) -> list[str]:
 
 
 def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
-    """A line per contender; policies of a planner of which the same is said share one."""
+    """Return a line per contender; policies of one planner with the same text share a line."""
     alike: dict[tuple[str, str], list[str]] = {}
     for contender, text in texts:
         alike.setdefault((contender.planner, text), []).append(contender.policy)
@@ -151,7 +151,7 @@ def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
 
 
 def _shape(plan: Plan) -> str:
-    """Stages, micro-batches and what else a plan uses."""
+    """Describe a plan: stages, micro-batches, groups, recomputation, schedule."""
     graph = plan.stage_graph
     stages = graph.stages
     parts = [f"{len(stages)} stage{'s' * (len(stages) > 1)}"]
@@ -178,7 +178,7 @@ def _groups(plan: Plan) -> list[int]:
 
 
 def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
-    """Per stage of an asynchronous plan, how old its weights are."""
+    """Return how old the weights of each stage of an asynchronous plan are."""
     from anabranch.simulator.staleness import staleness
     from anabranch.solve.asynchronous_simulation import order_of
     from anabranch.weights import policy_named
@@ -224,7 +224,7 @@ def _version(delay: int, ahead: int) -> str:
 
 
 def plan_or_error(planner: str, plan: Plan | AnabranchError) -> dict[str, Any]:
-    """A plan's document, or that of the reason why there is none."""
+    """Return the document of a plan, or of the error in its place."""
     from anabranch.files import plan_to_dict
 
     if isinstance(plan, AnabranchError):
@@ -235,7 +235,7 @@ def plan_or_error(planner: str, plan: Plan | AnabranchError) -> dict[str, Any]:
 def staleness_document(
     plan: Plan | AnabranchError, optimizer: OptimizerFacts | None
 ) -> dict[str, Any]:
-    """The ages of a plan's weights; nothing with a flush."""
+    """Return the ages of a plan's weights; an empty document with a flush."""
     if isinstance(plan, AnabranchError) or plan.mode == "sync":
         return {}
     return {"staleness": [asdict(stage) for stage in staleness_of(plan, optimizer)]}
@@ -249,11 +249,11 @@ def interrupted(plan: Plan | AnabranchError) -> bool:
 
 
 class BestPlan(NamedTuple):
-    """The best plan compared: the fastest or, without a flush, that of the policy which ``auto``
-    takes for the planner of the fastest, if it was compared.
+    """The best plan compared: the fastest; without a flush that of the same planner under the
+    policy that ``auto`` takes, if it was compared.
 
     Attributes:
-        policy: that ``auto`` takes; empty with a flush, as is the reason.
+        policy: policy that ``auto`` takes; empty with a flush, as is the reason.
     """
 
     contender: Contender
@@ -261,7 +261,7 @@ class BestPlan(NamedTuple):
     why: str = ""
 
     def lines(self) -> list[str]:
-        """Text on the policy, if there is one."""
+        """Return a line on the policy, if there is one."""
         return [f"policy auto takes {self.policy}: {self.why}"] if self.policy else []
 
 
@@ -289,7 +289,7 @@ def taken(
 
 
 def why_none(results: Results) -> AnabranchError | None:
-    """The error to end with where there is no plan at all."""
+    """Return the error to end with if no contender has a plan."""
     errors = [plan for plan in results.values() if isinstance(plan, AnabranchError)]
     if len(errors) < len(results):
         return None
@@ -304,12 +304,12 @@ def why_none(results: Results) -> AnabranchError | None:
 
 
 def ratio(step_s: float, ours_s: float) -> float | None:
-    """The first over the second, such as another step over ours; None where the second is 0."""
+    """Divide another step by ours; return None where ours is 0."""
     return step_s / ours_s if ours_s else None
 
 
 def noting_baselines(plan: Plan, step_s: Mapping[str, float], limit: str = "") -> Plan:
-    """A plan whose figures have the steps of its baselines, of {name: seconds}, and its limit."""
+    """Return a plan whose figures include the steps of baselines (name -> seconds) and a limit."""
     chains = [s for name, s in step_s.items() if name not in ("from", "data-parallel")]
     chains += [plan.figures.step_s] * (bool(chains) and plan.stage_graph.shape == "chain")
     fastest, parallel_s = min(chains, default=None), step_s.get("data-parallel")
@@ -318,7 +318,7 @@ def noting_baselines(plan: Plan, step_s: Mapping[str, float], limit: str = "") -
 
 
 def digits(value: float | None) -> str:
-    """At most six characters up to a million, and at least three digits; a dash for None."""
+    """Format a number with at least three digits, in six characters below a million; - for None."""
     if value is None:
         return "-"
     if value and value < 0.1:
@@ -327,7 +327,7 @@ def digits(value: float | None) -> str:
 
 
 def plans_among(results: Mapping[_Key, Plan | AnabranchError]) -> dict[_Key, Plan]:
-    """The results that are plans."""
+    """Return the results that are plans."""
     return {key: plan for key, plan in results.items() if not isinstance(plan, AnabranchError)}
 
 

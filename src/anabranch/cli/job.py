@@ -48,7 +48,7 @@ class Job:
 
             own_device(device)
         self._gpus: int | None = None
-        self.search_options: dict[str, Any] = {}  # how it was planned here, if it was
+        self.search_options: dict[str, Any] = {}  # of the search that has planned it here
         self.workload: Workload = source.workload()
         self.profile: Profile | None = None
 
@@ -59,7 +59,7 @@ class Job:
 
     @staticmethod
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
-        """The job for a model, by a plan file if there is one; then nothing else is asked."""
+        """Return the job for a model; a plan file, if there is one, decides all else."""
         plan = local.plan()
         if plan is None:
             cluster_to_plan_for(f"local:{local.num_devices}", calibrated=False)
@@ -92,14 +92,14 @@ class Job:
         prepare(self.captured, graph, self.workload, *how)
 
     def batch_size(self, local: LocalPlanSettings) -> int:
-        """Samples of a batch: of the plan, if there is one; as asked for; or of the data."""
+        """Samples of a batch: the plan's, else as asked for, else the data's."""
         if self.plan is not None:
             return self.plan.stage_graph.batch_size
         return local.batch_size or self.workload.batch_size or 32
 
     @remembered
     def cluster(self, devices: int) -> Cluster:
-        """So many local ranks, with the kept calibration of this machine."""
+        """Return a cluster of this many local ranks, with the machine's kept calibration."""
         preset = Cluster.preset(f"local:{devices}")
         return as_calibrated(preset) if self._calibrated else preset
 
@@ -113,8 +113,11 @@ class Job:
         policy: str = "",
         **options: Any,
     ) -> Plan:
-        """Plan for local ranks; ``own_cores`` as if each had a core of its own, and ``options``
-        such as ``max_replicas`` as of ``solve.plan``.
+        """Plan for local ranks.
+
+        Args:
+            own_cores: plan as if each rank had a core of its own.
+            options: further options of ``solve.plan``, such as ``max_replicas``.
         """
         from anabranch.runtime.optimizer_facts import optimizer_of
         from anabranch.solve import plan

@@ -1,6 +1,6 @@
 """Output of the verbs: one JSON document, or lines and tables for people, and warnings.
 
-A verb prints both, the one that is not asked for (``answering``) to nowhere.
+A verb prints both; ``answering`` drops the one that is not asked for.
 
 Files and folders to write are refused before a command has done anything: options name a check as
 their callback, so it is made while the command line is read.
@@ -23,20 +23,20 @@ import typer
 from anabranch.errors import AnabranchError, OutputError, SearchStoppedError
 
 INTERRUPTED = 130
-"""Exit code of what Ctrl-C has ended, as shells have it: 128 and the number of the signal."""
+"""Exit code after Ctrl-C, as in shells: 128 plus the number of the signal."""
 
 
 _IN_JSON: ContextVar[bool] = ContextVar("in_json", default=False)
 
 
 def in_json() -> bool:
-    """Return True if the answer is a JSON document, beside which there is no text."""
+    """Return True if the answer is a JSON document, without any text."""
     return _IN_JSON.get()
 
 
 @contextmanager
 def answering(*, as_json: bool) -> Iterator[None]:
-    """Inside, documents are printed and no text, or the other way round."""
+    """Print documents and no text inside the block, or text and no documents."""
     before = _IN_JSON.set(as_json)
     try:
         yield
@@ -50,7 +50,7 @@ def exit_code(error: AnabranchError) -> int:
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """A document as it is printed; paths become texts."""
+    """Format a document for printing; paths become strings."""
     return json.dumps(document, indent=2, allow_nan=False, default=str) + "\n"
 
 
@@ -93,14 +93,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _needed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters that a table needs in a line, up to 14 of them for its first column."""
+    """Return the width of a table in characters, with at most 14 for its first column."""
     cells = [[*column.splitlines(), *(row[i] for row in rows)] for i, column in enumerate(columns)]
     first, *others = (max(map(len, column)) for column in cells)
     return min(first, 14) + sum(others) + len(others)
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names with what is said of them, wrapped beside the names, not below them."""
+    """Print pairs of a name and a text, which wraps beside the name, not below it."""
     from textwrap import wrap
 
     room = _columns()
@@ -121,7 +121,7 @@ def _columns(otherwise: int = 80) -> int:
 
 
 _TORCHS_OWN = "Sparse invariant checks are implicitly disabled"
-"""About sparse gradients that torch's own optimizers make; nothing that a user has done."""
+"""Beginning of a warning about sparse gradients that torch's own optimizers make, not the user."""
 
 
 class Warnings:
@@ -136,13 +136,13 @@ class Warnings:
         if text in self._told or text.startswith(_TORCHS_OWN):
             return
         self._told.add(text)
-        # Below a line of progress that may be there.
+        # A line of progress may be there.
         sys.stderr.write(("\n" if sys.stderr.isatty() else "") + f"warning: {text}\n")
         sys.stderr.flush()
 
 
 def say(text: str) -> None:
-    """Print lines; a terminal that is too narrow has what is left of each indented below it."""
+    """Print lines; where a terminal is too narrow, they wrap with an indent."""
     from textwrap import wrap
 
     room = _columns() if sys.stdout.isatty() else 0
@@ -159,7 +159,7 @@ def say_written(path: Path | None) -> None:
 
 
 def note(text: str) -> None:
-    """A remark on standard error, so that standard output stays a document."""
+    """Print a remark on standard error, so that standard output stays a document."""
     typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else "yellow")
 
 
@@ -182,7 +182,7 @@ def say_remarks() -> None:
 
 @contextmanager
 def remarks_at_end() -> Iterator[None]:
-    """Inside, remarks wait for the end; a failure drops them."""
+    """Keep the remarks of a block until its end; a failure drops them."""
     _REMARKS.clear()
     yield
     say_remarks()

@@ -1,4 +1,4 @@
-"""Words of the command line: counts, ``NAME=VALUE`` pairs, and what ``-o`` stands for."""
+"""Parsing of the command line: counts, ``NAME=VALUE`` pairs, and the two meanings of ``-o``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split_output(values: list[str] | None) -> tuple[dict[str, str], Path | None]
 
 
 def named_values(values: list[str] | None, flag: str = "--planner-option") -> dict[str, object]:
-    """``name=value`` pairs; true, false, none and numbers are what they look like."""
+    """Parse ``name=value`` pairs; true, false, none and numbers become Python's own."""
     words: dict[str, object] = {"true": True, "false": False, "none": None}
     options: dict[str, object] = {}
     for text in values or []:
@@ -44,7 +44,9 @@ def named_values(values: list[str] | None, flag: str = "--planner-option") -> di
 
 
 def interval(text: str, flag: str) -> tuple[int | None, float | None]:
-    """``200`` is steps; ``90s``, ``10m`` and ``2h`` are time: steps, or seconds."""
+    """Parse steps (``200``) or a time (``90s``, ``10m``, ``2h``); return steps and seconds, of
+    which one is None.
+    """
     seconds = {"s": 1, "m": 60, "h": 3600}.get(text[-1:].lower())
     number = text if seconds is None else text[:-1]
     with suppress(ValueError):
@@ -58,13 +60,13 @@ def interval(text: str, flag: str) -> tuple[int | None, float | None]:
 def options_by_planner(
     values: list[str] | None, chosen: Sequence[str], known: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, object]]:
-    """{planner: {option: value}} of ``planner.name=value``, for one planner, and ``name=value``,
-    for all that have such an option; the former goes before.
+    """Return {planner: {option: value}}. ``planner.name=value`` is for one planner and overrides
+    ``name=value``, which is for all planners that have the option.
 
     Args:
         values: what the user wrote.
         chosen: the planners that are compared.
-        known: {planner: its options}, of these.
+        known: {planner: its options}, of the planners compared.
     """
     by_planner: dict[str, dict[str, object]] = {name: {} for name in chosen}
     given = [(*key.rpartition(".")[::2], value) for key, value in named_values(values).items()]
@@ -91,12 +93,12 @@ def _number(text: str) -> float | str:
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:
-    """1, 2, 4 ... and ``largest`` itself."""
+    """Return 1, 2, 4 ... and ``largest`` itself."""
     return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Sample counts such as ``1,2,4,8``."""
+    """Parse sample counts such as ``1,2,4,8``."""
     try:
         counts = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
@@ -107,15 +109,15 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 _EXAMPLES = {"model": "mmt", "cluster": "summit:8x4", "batch_size": "64"}
-"""Values that stand for what a verb cannot do without."""
+"""Example values of required arguments and options."""
 
 
 def completed(verb: Any, missing: Any, given: Sequence[str]) -> str:
-    """Help of a missing argument or option, with a command that has it.
+    """Return the help of a missing argument or option, with an example of the whole command.
 
     Args:
         verb: the command, whose parameters typer knows.
-        missing: one of these.
+        missing: the parameter that is missing.
         given: what the user wrote after the verb.
     """
     written, more = {text.partition("=")[0] for text in given}, []
@@ -132,7 +134,7 @@ def completed(verb: Any, missing: Any, given: Sequence[str]) -> str:
 
 
 def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
-    """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
+    """Call a function with the user's values; its ValueError is wrong usage (exit code 2)."""
     try:
         return function(*args, **options)
     except ValueError as error:

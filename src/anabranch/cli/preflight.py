@@ -1,6 +1,6 @@
 """Checks before ``train`` captures, measures and plans, so that a refusal comes at once.
 
-The plan as it will be executed is said before training begins.
+``executed_plan`` returns the plan to show before training begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def refuse_mode(
     is_async: bool, flush: FlushSettings, compute: ComputeSettings, training: TrainingSettings
 ) -> None:
-    """Refuse options of the other mode."""
+    """Refuse options that do not go with the mode, or with each other."""
     accumulate, norm = compute.accumulate, flush.clip_stage_norm
     refused = {
         "--replan: not with --mode async, where versions of the weights are under way between any "
@@ -111,7 +111,7 @@ def require_trainable(
     require_evaluation(workload, training.evaluate_every, training.steps)
     if (optimizer := stand_in(workload)) is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told where training begins
+            warnings.simplefilter("ignore")  # ranks warn when training begins
             refuse_unsupported(optimizer, workload.make_scheduler(optimizer))
     if training.resume is not None:
         Checkpoint(training.resume).require_module(workload.module)
@@ -150,13 +150,13 @@ def executed_plan(
     round_robin: bool | None = None,
     checked: tuple[Captured, ComputeOptions] | None = None,
 ) -> Plan:
-    """The plan with what a run makes of it; unpredicted under another policy, mode or turns.
+    """Return the plan as a run executes it, unpredicted under another policy, mode or turns.
 
     Args:
-        plan: as it was given.
-        workload: its optimizer decides on a policy where nobody has.
-        policy: that the user asks for, perhaps ``auto``; by default the plan's.
-        checked: with them the plan of a file is refused at once if ranks would refuse it.
+        plan: plan of the file or of the search.
+        workload: its optimizer decides on the policy if neither user nor plan does.
+        policy: policy that the user asks for, perhaps ``auto``; by default the plan's.
+        checked: given for a plan of a file, which is refused here if ranks would refuse it.
     """
     from anabranch.runtime.asynchronous import requirements
     from anabranch.runtime.plan_parts import parts_of
@@ -172,7 +172,7 @@ def executed_plan(
         return replace(synchronous(plan), predicted=None, notes=_without_policy(plan))
     order = requirements.order_of(plan, graph, in_turns=round_robin)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # told where training begins
+        warnings.simplefilter("ignore")  # ranks warn when training begins
         chosen, reason = requirements.choose(policy, plan, order.per_update, workload)
         if checked is not None and parts is not None:
             requirements.require_asynchronous(graph, order, parts, chosen, workload, checked[1])
@@ -182,7 +182,7 @@ def executed_plan(
     is_planned = is_planned and (not reason or policy_note in plan.notes)
     if is_planned and order.round_robin == plan.round_robin:
         return plan
-    # Of a plan that has a policy the notes may have the reason.
+    # The notes of a plan with a policy may have the reason for it.
     notes = plan.notes if is_planned else _without_policy(plan)
     if reason:
         notes = (policy_note, *notes)

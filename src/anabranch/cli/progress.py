@@ -1,4 +1,4 @@
-"""Progress of what takes a while, on standard error."""
+"""Progress of long work, on standard error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def announce(what: str) -> None:
 def measured(
     workload: Workload, samples: tuple[int, ...], captured: Captured, device: str, model: str
 ) -> Profile:
-    """Time the operators of a workload here, with a bar of how far that is."""
+    """Time the operators of a workload here, with a progress bar."""
     from anabranch.runtime.measurement.workload import measure_workload
 
     with progress_bar(f"measuring {model} on {device}") as progress:
@@ -66,7 +66,7 @@ def measured(
 
 
 def begin_compiling(planner: str) -> None:
-    """Begin to compile what takes longest in a search, as far as it is not kept."""
+    """Begin to compile the slowest loops of a search, as far as they are not kept."""
     if planner not in ("auto", "chain"):
         return
     from anabranch.cluster import Cluster
@@ -105,11 +105,11 @@ def begin_compiling(planner: str) -> None:
 class TrainingProgress:
     """Shows loss, samples per second and the step beside its prediction, on standard error.
 
-    A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
-    ten seconds. Loss and metrics are means over the last ten, the time of a mini-batch without a
-    flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
-    nothing. What was slow at the last look is named, and each evaluation has a line. Steps are
-    counted on from those that were done before the run was resumed, or started again.
+    A terminal shows a bar, and as many figures as its line holds; elsewhere a line is written every
+    ten seconds. Loss and metrics are means over the last ten steps; without a flush (``is_async``)
+    the time of a mini-batch is the mean since the pipeline was full. A ``predicted_step_s`` of 0 is
+    not shown. The first thing that was slow at the last look is named, and each evaluation has a
+    line. The count of steps includes those before the run was resumed or started again.
     """
 
     def __init__(self, predicted_step_s: float, *, is_async: bool = False) -> None:
@@ -121,7 +121,7 @@ class TrainingProgress:
         self._slow = ""
 
     def __call__(self, event: Event) -> None:
-        """Note one step, and show it if it is time."""
+        """Note an event; show a step if it is time."""
         from anabranch.training.events import EvaluationEvent, LookEvent, PlanEvent, StepEvent
 
         terminal = sys.stderr.isatty()
@@ -156,7 +156,7 @@ class TrainingProgress:
         sys.stderr.flush()
 
     def _words(self, event: StepEvent, now: float) -> tuple[str, list[str]]:
-        """Steps that are done as text, and further texts, the most important first."""
+        """Return the count of steps as text, and further texts, the most important first."""
         from statistics import fmean, median
 
         what = "mini-batch" if self._is_async else "step"
@@ -164,7 +164,7 @@ class TrainingProgress:
         parts = [f"loss {fmean(event.loss for event in self._last):.4f}"]
         time_text = f"{_clock(now - self._started)} passed"
         if self._seconds:
-            # A flush has a first step that sets things up.
+            # With a flush a median: the first step also sets things up.
             mean = fmean if self._is_async else lambda per_step: median(per_step[-50:])
             taken = mean(self._seconds)
             if event.total and event.done < event.total:
@@ -182,7 +182,7 @@ class TrainingProgress:
         return f"{what} {event.step}{total}", parts
 
     def _bar(self, event: StepEvent, count: str, parts: Sequence[str]) -> str:
-        """One line of the terminal: a bar, and what fits beside it."""
+        """Return one line of the terminal: a bar, and the texts that fit beside it."""
         from rich.console import Console
         from rich.progress_bar import ProgressBar
 
@@ -202,7 +202,7 @@ class TrainingProgress:
 
 
 def _clock(seconds: float) -> str:
-    """Hours where there are some, minutes and seconds."""
+    """Format seconds as ``m:ss``, or as ``h:mm:ss`` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,7 +1,7 @@
 """Training that goes on by itself after a failure, from its last checkpoint or copies in memory.
 
 Local ranks are started again by the command, ranks of torchrun by torchrun, which says how often.
-Either way an attempt does what is left of what was asked for.
+Either way an attempt does the rest of the run.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def first_step(training: TrainingSettings) -> int:
 
     if training.resume is None:
         return 0
-    # It may be gone by now, if newer ones were kept.
+    # The checkpoint may be gone by now, if newer ones were kept.
     step = step_of(training.resume)
     return Checkpoint(training.resume).progress.step if step is None else step
 
@@ -143,12 +143,12 @@ def train_with_restarts(
     """Train on local ranks; where a rank fails, start them again, ``max_restarts`` times at most.
 
     Args:
-        train: one attempt.
-        say: told of each restart.
+        train: makes one attempt.
+        say: called with a text on each restart.
         out: folder of the figures, if the user names one.
 
     Returns:
-        The run, whose losses are those of the last attempt, and what that was asked for.
+        The run, with the losses of the last attempt, and the settings of that attempt.
     """
     first, attempt = first_step(training), training
     for restarts in count():

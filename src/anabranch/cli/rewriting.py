@@ -1,4 +1,4 @@
-"""Rewrites of the model that ``plan`` tries, and the words for what they gain."""
+"""Rewrites of the model that ``plan`` tries, and texts on their gains."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
 
 TOO_LARGE = ("table-split=4", "tensor-split=4")
-"""Rewrites that are tried as well where an operator fits no device."""
+"""Rewrites that are also tried if no plan of the model as it is written fits."""
 
 
 def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...] | None:
-    """The rewrites that the user names; None for ``auto``."""
+    """Return the rewrites that the user names; None for ``auto``."""
     if text in ("auto", "none"):
         return None if text == "auto" and mode == "sync" and not source.is_file else ()
     from anabranch.graph.rewrites import Rewrite  # imports torch
@@ -44,7 +44,7 @@ def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...]
 
 
 def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tuple[str, ...]:
-    """The rewrites that the user names to a verb that does not choose."""
+    """Return the rewrites that the user names, for a verb that does not choose them."""
     if text == "auto":
         raise typer.BadParameter(
             "--rewrite auto is for plan, which chooses; here name rewrites, such as join-split, "
@@ -59,7 +59,7 @@ class Tried:
 
     Attributes:
         costs: profile of the model as it is written.
-        written: its plan; None where nothing fits.
+        written: plan of the model as it is written; None where nothing fits.
         plans: rewrites, joined by commas -> their plan, and the profile that it rests on.
         errors: rewrites -> why there is no plan.
     """
@@ -84,7 +84,7 @@ class Tried:
         return (), self.costs
 
     def document(self) -> dict[str, Any]:
-        """Seconds of the steps, or why there is no plan, if rewrites were tried."""
+        """Return the step of each rewrite that was tried, or why it has no plan."""
         if not self.plans and not self.errors:
             return {}
         tried: dict[str, Any] = {
@@ -116,11 +116,11 @@ def plan_with_rewrites(
     tries: bool,
 ) -> Tried:
     """Plan a model as it is written and, if asked to, with each rewrite that may make its step
-    shorter: those of joins; then, on top of the best, those of tables that hold it up.
+    shorter: first those of joins; then, on top of the best, those of tables that hold up the step.
 
     Args:
-        costs: of the model as it is written; where nothing fits, ``TOO_LARGE`` are tried, too, and
-            none where its optimizer needs whole parameters.
+        costs: profile of the model as it is written. If nothing fits, ``TOO_LARGE`` are tried as
+            well; no rewrite is tried if the model's optimizer needs whole parameters.
     """
     from anabranch.solve import splits_of_tables
 

@@ -10,9 +10,9 @@
     [options]               # of the model, as -o layers=8
     layers = 8
 
-Keys are the options of the verb without their dashes, so the file can say whatever they can and is
-checked by the same rules. What the command line says itself goes before. A function of the user's
-own as the model is imported only where the command line says ``--trust``.
+Keys are the options of the verb without their dashes, checked by the same rules. Options on the
+command line take precedence. A model that is a function of the user is imported only if the command
+line says ``--trust``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from anabranch.errors import FileFormatError, meant
 
 _MODEL, _OPTIONS = "model", "options"
 _RUN_FILE = "anabranch.run_file"
-"""Key of a command's facts: the run file that it reads, and the model in it."""
+"""Key of ``context.meta``, for the run file that is read and the model in it."""
 
 
 def model_or_file(context: typer.Context, model: str) -> str:
-    """The model that the user names, or that of the file, whose other keys become defaults."""
+    """Return the model that the user names, or the file's, whose other keys become defaults."""
     if not model.endswith(".toml") or context.resilient_parsing:
         return model
     path = Path(model)
@@ -60,7 +60,7 @@ def model_or_file(context: typer.Context, model: str) -> str:
         else:
             if why := _why_not(known[name], value):
                 raise typer.BadParameter(f"{path}: {key} {why}")
-            # One that looks at folders runs once.
+            # A callback that looks at folders runs only once, with the default.
             if known[name].callback is None or known[name].hidden:
                 try:  # by the rules of the command line, which would not name the file
                     known[name].process_value(context, value)
@@ -96,7 +96,7 @@ def _refuse_option(context: typer.Context, parameter: typer.CallbackParam, value
 
 
 def require_trust(context: typer.Context, trust: bool) -> bool:
-    """Accept the model of a run file that is no function, or is trusted; for ``--trust``."""
+    """Accept a run file whose model is no function, or is trusted; callback of ``--trust``."""
     if not trust and _RUN_FILE in context.meta:
         path, model = context.meta[_RUN_FILE]
         model_in_file(
@@ -106,7 +106,7 @@ def require_trust(context: typer.Context, trust: bool) -> bool:
 
 
 def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None:
-    """Refuse keys of the run file that a plan file decides; for ``--plan``."""
+    """Refuse keys of the run file that a plan file decides; callback of ``--plan``."""
     decided = {"devices", "batch_size", "microbatch_size", "schedule"}
     said = [key.replace("_", "-") for key in context.default_map or {} if key in decided]
     if plan is not None and said and _RUN_FILE in context.meta:
@@ -118,14 +118,14 @@ def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None
 
 
 def go_on(context: typer.Context, resume: Path | None) -> Path | None:
-    """Leave out how a run file begins where the user goes on from elsewhere; for ``--resume``."""
+    """Drop weights and seed of a run file where the user types ``--resume``; its callback."""
     if _is_typed(context, "resume"):
         context.default_map = {**(context.default_map or {}), "weights": None, "seed": None}
     return resume
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:
-    """Tell whether a command line or its run file asks for JSON, before either is checked."""
+    """Return True if a command line or its run file asks for JSON, before either is checked."""
     for argument in arguments:
         if argument == "--json":
             return True
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _known(context: typer.Context) -> dict[str, Any]:
-    """Key -> parameter, of all that the verb has."""
+    """Return key -> parameter, for all keys that a run file of the verb may have."""
     known = {}
     for parameter in context.command.params:
         for option in (_MODEL,) if parameter.name == _MODEL else parameter.opts:
@@ -156,8 +156,8 @@ def _known(context: typer.Context) -> dict[str, Any]:
 
 
 def _why_not(parameter: Any, value: Any) -> str:
-    """Refusal of a value that would be taken for another, ``true`` for 1 or a text for its letters;
-    empty for others, which are checked as on the command line.
+    """Return why a value is refused that would be misread, ``true`` as 1 or a text as its letters;
+    empty for other values, which are checked as on the command line.
     """
     if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
         return f"is no switch, so it cannot be {_text(value)}; leave it out, or give it a value"

@@ -44,10 +44,8 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
 
 
 class RunSoFar:
-    """A run as far as it came, in a file that outlives its ranks: events, and the run behind its
-    last step.
-
-    The first rank calls it with every event and with that run.
+    """Record of a run so far, in a file that outlives the ranks: events and, after the last step,
+    the run itself. The first rank calls it with each of them.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -55,14 +53,14 @@ class RunSoFar:
         self._begun: Run | None = None
 
     def begin(self, run: Run) -> None:
-        """Forget an earlier attempt; the run has no steps yet."""
+        """Forget an earlier attempt, and begin a run that has no steps yet."""
         self._begun = run
         self._file.seek(0)
         self._file.truncate()
 
     def __call__(self, made: Event | Run) -> None:
         """Note an event, or the run."""
-        with suppress(OSError):  # a checkpoint is still to be written
+        with suppress(OSError):  # a full disk must not end training
             pickle.dump(made, self._file)
 
     def failed(self, failure: str) -> Run | None:
@@ -98,11 +96,11 @@ class RunSoFar:
 
 @contextmanager
 def keeping(keep: Callable[[Run], tuple[Run, Path]], save: Path | None) -> Iterator[RunSoFar]:
-    """Yield what notes a run; one that fails is kept as far as it came.
+    """Yield a ``RunSoFar``; a run that fails is kept as far as it came.
 
     Args:
-        keep: writes a run into the folder that it returns.
-        save: where its checkpoints are.
+        keep: writes a run, and returns it with its folder.
+        save: folder of its checkpoints.
     """
     with TemporaryFile(buffering=0) as file:
         so_far = RunSoFar(file)
@@ -118,7 +116,7 @@ def keeping(keep: Callable[[Run], tuple[Run, Path]], save: Path | None) -> Itera
 
 
 def _kept(run: Run, folder: Path, save: Path | None) -> str:
-    """Return what is left of a run that failed, and how to evaluate a model with all its steps."""
+    """Describe what is kept of a run that failed, and how to evaluate a model with all steps."""
     from anabranch.checkpoint import Checkpoint
 
     if not (count := len(run.losses)):
@@ -134,7 +132,7 @@ def _kept(run: Run, folder: Path, save: Path | None) -> str:
 def say_run(
     run: Run, folder: Path, facts: Mapping[str, Any], rows: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Print the figures of a run, with further facts of the document and rows of the text."""
+    """Print the figures of a run; ``facts`` are added to the document, ``rows`` to the text."""
     from anabranch.record.figures import told
 
     page = folder / "report.html"
@@ -144,14 +142,14 @@ def say_run(
 
 
 def say_stopping() -> None:
-    """Answer the first Ctrl-C, below a line of progress that may be there."""
+    """Print the answer to the first Ctrl-C, below a line of progress that may be there."""
     line = "stopping after the step under way; Ctrl-C again stops at once\n"
     sys.stderr.write(("\n" if sys.stderr.isatty() else "") + line)
     sys.stderr.flush()
 
 
 def say_stopped(save: Path | None) -> None:
-    """After the second Ctrl-C: what is there."""
+    """Print the answer to the second Ctrl-C: which checkpoint there is."""
     there = "there is no checkpoint"
     if save is not None and save.exists():
         from anabranch.checkpoint import newest
@@ -161,7 +159,7 @@ def say_stopped(save: Path | None) -> None:
 
 
 def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
-    """Progress of a run that was ended early, and options to go on; ``out`` as the user wrote."""
+    """Describe a run that was ended early, and how to go on; ``out`` is the user's ``--out``."""
     done, steps, save = len(run.losses), training.last_step, training.save
     counted = "step" if (steps or done) == 1 else "steps"
     if done == steps:
@@ -176,13 +174,13 @@ def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
 def how_after_failure(
     training: TrainingSettings, first: int, out: Path | None, *, is_death: bool
 ) -> str:
-    """The way on after a run that has failed, or the options that would have had one.
+    """Describe how to go on after a failure, or the options that would have made that possible.
 
     Args:
         first: steps that were done before the run.
-        out: as the user wrote it.
-        is_death: a rank is gone; otherwise the error has to be mended, and a way on is from a
-            checkpoint of this run.
+        out: the user's ``--out``.
+        is_death: whether a rank died; otherwise the user has to mend an error first, and only a
+            checkpoint with steps of this run is a way on.
     """
     from anabranch.checkpoint import Checkpoint
 
@@ -203,7 +201,7 @@ def how_after_failure(
 
 
 def _same_command(training: TrainingSettings, save: Path, done: int, out: Path | None) -> str:
-    """Return how the command of a run differs that does the rest of it."""
+    """Describe how the command for the rest of a run differs from that of the run."""
     left, steps = [f"--resume {save}"], training.last_step
     if training.epochs is not None:
         left.append(f"--epochs {training.epochs}")

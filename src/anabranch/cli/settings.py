@@ -49,7 +49,7 @@ Shape = Literal["graph", "chain"]
 
 
 def _writable_output(values: list[str] | None) -> list[str] | None:
-    """Accept what ``-o`` has, if its file can be written."""
+    """Accept the values of ``-o`` if the file among them can be written."""
     file_to_write(split_output(values)[1])
     return values
 
@@ -162,7 +162,7 @@ class OtherModelSettings(Settings):
     precision: Precision | None = None
 
     def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
-        """The model that the user names, as in a plan if there is one."""
+        """Return the model that the user names, with the settings of a plan if there is one."""
         options, keep = split_output(self.output)[0], not self.no_cache
         if plan is None:
             source = ModelSource(model, self.preset or ModelSource.preset, options, keep=keep)
@@ -254,7 +254,7 @@ class LocalPlanSettings(Settings):
 
     @remembered
     def plan(self) -> "Plan | None":
-        """The plan of the file, if there is one; what it has decided nothing else may."""
+        """Return the plan of the file, if there is one; refuse options that it decides."""
         if self.plan_file is None:
             return None
         from anabranch.files import load_plan

@@ -38,12 +38,12 @@ class ModelSource:
     """A model as the user named it: MODEL with its preset and options, or a profile file.
 
     Attributes:
-        rewrites: of the captured program, as text; see ``graph.rewrites``.
-        precision: of the autocast that costs are under; None for that of a profile file, or fp32.
-        keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
+        rewrites: rewrites of the captured program, as text; see ``graph.rewrites``.
+        precision: autocast under which costs are counted; None for the profile file's, or fp32.
+        keep: whether an estimate uses a capture that an earlier command kept, or keeps its own.
         facts: for a JSON document, filled as the model is read: ``kept_capture``, if one is used.
-        batch_size: samples that training would have at once, if a note is to say why it would
-            refuse the data of the user's own function.
+        batch_size: samples of a training batch, to note why training would refuse the data of the
+            user's own function; None for no such note.
     """
 
     model: str
@@ -75,8 +75,8 @@ class ModelSource:
         *,
         keep: bool = True,
     ) -> ModelSource:
-        """The model that the user names, with the preset and options of the plan if it is the
-        plan's; what the user gives as ``preset`` and ``options`` goes before.
+        """Return the model that the user names. If it is the plan's, it has the preset and options
+        of the plan, which ``preset`` and ``options`` of the user override.
         """
         recorded = dict(plan.options) if model == plan.model else {}
         planned = recorded.pop("preset", "published")
@@ -114,7 +114,7 @@ class ModelSource:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Ctrl-C inside says what it ended."""
+        """Convert Ctrl-C inside the block into an error that says what it ended."""
         try:
             yield
         except KeyboardInterrupt:
@@ -158,12 +158,12 @@ class ModelSource:
         samples: tuple[int, ...] | None = None,
         policy: str | None = None,
     ) -> tuple[Profile, OptimizerFacts | None]:
-        """The profile and, without a flush, the optimizer's traits, None where unknown.
+        """Return the profile and, without a flush, facts of the optimizer, None where unknown.
 
         Args:
             times: whether the seconds count; otherwise nothing is timed, whatever the device.
             samples: counts to measure or estimate at; by default powers of two.
-            policy: weight policy that the optimizer has to suit, known before anything is timed.
+            policy: weight policy that the optimizer has to suit; checked before anything is timed.
         """
         from anabranch.weights import OPTIMIZERS, policy_named, require_optimizer
 
@@ -228,10 +228,10 @@ class ModelSource:
 def read_profile_file(
     model: str, options: Mapping[str, str], device: str, samples: tuple[int, ...] | None
 ) -> Profile:
-    """The profile in a file; what its seconds are of is said where another device is asked for.
+    """Return the profile in a file; note whose seconds it has if another device is asked for.
 
     Args:
-        options: that the user gives for the model.
+        options: options that the user gives for the model.
         samples: sample counts that the user asks for, if any.
     """
     from anabranch.files import load_profile
@@ -259,7 +259,7 @@ def read_profile_file(
 
 
 def _samples(model: str, options: Mapping[str, str], counts: tuple[int, ...] | None) -> int | None:
-    """Samples in a mini-batch of another project's profile, if the user says so."""
+    """Return the samples in a mini-batch of another project's profile, if the user names them."""
     if unknown := ", ".join(name for name in options if name != "samples"):
         raise typer.BadParameter(f"{model} is a profile; its only option is samples, not {unknown}")
     counts = parse_counts(options["samples"]) if "samples" in options else counts

@@ -1,12 +1,12 @@
 """Settings as parameters of verbs: each of their fields becomes one option.
 
-A verb takes settings of a few subjects and what is its own. typer reads one parameter per option::
+A verb takes settings of a few subjects and its own options. typer reads one parameter per option::
 
     def verify(model: ModelSettings, local: LocalPlanSettings)
     --> anabranch verify MODEL --preset ... --granularity ... --plan ... --devices ... --json
 
 Help is read from the docstrings, where the annotation has none: from ``Attributes`` of settings,
-and from ``Args``, the last section, of a verb. ``Settings`` has that of options of several verbs.
+and from ``Args``, the last section, of a verb. ``Settings`` has the help of common options.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Settings:
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer reads it, with a parameter for every field of its settings, and --json."""
+    """Return the verb as typer reads it: a parameter per field of its settings, and --json."""
     hints = get_type_hints(verb, include_extras=True)
     about, own = _documented(verb, "Args")
     helps = _documented(Settings, "Attributes")[1] | own
@@ -91,7 +91,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_set(settings: Any) -> dict[str, Any]:
-    """Option as it is written -> value, of the fields that are not at their defaults."""
+    """Return option as it is written -> value, for fields that differ from their defaults."""
     values = {}
     for field, type_ in _options(type(settings)):
         value = getattr(settings, field.name)
@@ -113,7 +113,7 @@ def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
 
 
 def _with_help(type_: Any, text: str | None) -> Any:
-    """An annotation with the help of an option, if there is a text; its own help goes before."""
+    """Return an annotation with the help of an option; help of its own takes precedence."""
     if text is None:
         return type_
     known = [part for part in get_args(type_) if isinstance(part, ParameterInfo)]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from anabranch.training import Callback, SaveEvery
 
 SPARE_COPIES = 10
-"""Steps between two copies in memory, unless the user says otherwise: more of them cost more, fewer
-have more steps done again.
+"""Steps between two copies in memory by default: copies cost time, and after a failure the steps
+since the last one are done again.
 """
 
 
@@ -38,7 +38,7 @@ class RunSettings(settings.TrainedModelSettings):
 
     Attributes:
         model: Built-in name, package.module:function, or a file run.toml with it and with options
-            of this command, which go behind those that are written here.
+            of this command; options that are written here override those of the file.
         trust: Import the function that the run file names as its model; only the command line can
             say so.
     """
@@ -77,16 +77,16 @@ class TrainingSettings(Settings):
         keep_best: Metric whose best checkpoint is kept as ``best``: loss, or NAME:max or NAME:min.
         log: Send figures to jsonl:FILE, csv:FILE, tensorboard:FOLDER, wandb:PROJECT or
             mlflow:EXPERIMENT; repeatable.
-        timeout: End training in which no rank goes on for so long, with the rank that holds it up
-            [default: 60, or 100 predicted steps if that is more; 600 in start-up, the first step,
-            evaluations and saves].
-        max_restarts: Where a rank fails, start all again from the last checkpoint, so often at
-            most. torchrun has an option of that name itself.
+        timeout: End training if no rank makes progress for so long, and name the rank that holds it
+            up [default: 60, or 100 predicted steps if that is more; 600 in start-up, the first
+            step, evaluations and saves].
+        max_restarts: Where a rank fails, start all again from the last checkpoint, at most so
+            often. torchrun has an option of that name itself.
         survive: Where a rank dies, the others keep their processes: a new rank takes its place, and
             all go on from copies of the state in memory. Ranks of one host, with a flush.
-        spare_copies: Steps between two of these copies, at most so many are done again.
-        replace: --no-replace: no new rank takes the place of a dead one; with a device fewer
-            training goes on under another plan.
+        spare_copies: Steps between two of these copies; at most so many steps are done again.
+        replace: --no-replace: no new rank takes the place of a dead one; training goes on under
+            another plan for one device fewer.
         replan: Every 100 steps measure again, and go on under a better plan where its predicted
             gain repays the change. Nothing is started again.
         check_batches: Values of every batch that ranks compare: 32 of each tensor, or all.
@@ -140,13 +140,13 @@ class TrainingSettings(Settings):
         return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest of the checkpoints that are written during training, if there is one yet."""
+        """Return the newest checkpoint that was written during training, if there is one."""
         from anabranch.checkpoint import newest
 
         return newest(self.save) if self.saves() is not None and self.save is not None else None
 
     def loggers(self) -> "tuple[Callback, ...]":
-        """A callback for each --log, none of which has opened anything yet."""
+        """Return a callback for each --log, none of which has opened anything yet."""
         split = [_split(text) for text in self.log or ()]
         if not split:
             return ()
@@ -240,7 +240,7 @@ class FlushSettings(Settings):
 
 
 FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow")
-"""Kinds of logs, by what stands behind the colon."""
+"""Kinds of logs, by what follows the colon: a file, a folder or a name."""
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -166,7 +166,7 @@ def compare(
 def _search(
     contenders: list[comparison.Contender], results: Iterator[tuple[Any, ...]]
 ) -> dict[comparison.Contender, Plan | AnabranchError]:
-    """The plan of every contender, until a second interrupt, or one between two searches."""
+    """Plan for every contender, until a second Ctrl-C or one between two searches."""
     plans: dict[comparison.Contender, Plan | AnabranchError] = {}
     ended = 0
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
@@ -190,7 +190,7 @@ def _write_page(
     optimizer: OptimizerFacts | None,
     best: comparison.BestPlan,
 ) -> None:
-    """Write the page of the best plan, with the others beside it: stages and timelines of three."""
+    """Write the page of the best plan, beside the others: stages and timelines of three plans."""
     from anabranch import solve
     from anabranch.files.jsonfile import write_text
     from anabranch.record import shown_timeline
@@ -225,5 +225,5 @@ def _write_page(
 
 
 def _short(text: str) -> str:
-    """A file by its name alone: paths would not fit a line."""
+    """Shorten a file to its name, as paths would not fit a line."""
     return Path(text).name if Path(text).is_file() else text

@@ -1,4 +1,4 @@
-"""The verb ``doctor``: what is to know of a model before it is planned and trained."""
+"""The verb ``doctor``: examination of a model before it is planned and trained."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def doctor(
     Example: `anabranch doctor mypackage.mymodel:workload`
 
     Args:
-        cluster: The first plan is for: a preset, local:2 for two ranks here, or a file. The default
-            is an example, whose times a data sheet has.
+        cluster: Cluster of the first plan: a preset, local:2 for two ranks here, or a file. The
+            default is an example, with times from a data sheet.
         batch_size: Samples of one step [default: the DataLoader's, or 32].
-        device: v100, a100, h100 or h200: whose data sheet has the seconds.
+        device: v100, a100, h100 or h200: device whose data sheet gives the seconds.
     """
     from anabranch.files import plan_to_dict
 

@@ -264,7 +264,7 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError]) -> str:
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:
-    """True if a step is shorter than that of another plan, and told as shorter."""
+    """Return True if a step is shorter than another plan's, by more than counts as equal."""
     step_s, other_s = plan.figures.step_s, other.figures.step_s
     return step_s < other_s and not is_as_fast(other_s, step_s)
 
@@ -272,10 +272,10 @@ def _is_faster(plan: Plan, other: Plan) -> bool:
 def faster(
     others: Mapping[str, Plan | AnabranchError], ours: Plan, limit: int | None = None
 ) -> str:
-    """A line on the best baseline, if that is better than our plan.
+    """Return a line on the best baseline, if that is better than our plan.
 
     Args:
-        limit: replicas of a stage of our plan at most; baselines have no limit.
+        limit: most replicas of a stage that our plan may have; baselines have no limit.
     """
     plans = {name: other for name, other in plans_among(others).items() if name != "from"}
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")

@@ -31,7 +31,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class LinkSettings(Settings):
-    """Links of emulated devices, and the time that they have.
+    """Links of emulated devices, and the scale of their time.
 
     Attributes:
         links: host: messages take as long as on this machine.
@@ -93,7 +93,7 @@ def rehearse(
 
 
 def _searched(source: ModelSource, named: str, batch_size: int) -> tuple[Plan, Profile, Cluster]:
-    """A plan for the cluster of that name, with its costs."""
+    """Return a plan for the cluster of that name, with its costs."""
     from anabranch.solve import plan as search
 
     # Emulated devices do not compute, and take nothing from their neighbours.

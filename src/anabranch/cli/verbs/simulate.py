@@ -134,8 +134,8 @@ def simulate(
 
 
 def _compared(shown: Plan, file: Plan | None, limit: str) -> Plan:
-    """A simulated plan with the baselines of its file, where these are comparable: not if the
-    plan itself takes another time now, by other costs.
+    """Return a simulated plan with the baselines of its file, if these are comparable: the plan
+    itself still takes the time that the file has.
     """
     known = file.predicted if file is not None else None
     if known is not None and not math.isclose(known.step_s, shown.figures.step_s, rel_tol=1e-3):
@@ -178,8 +178,8 @@ def _say(
     """Print the figures of a step or, where there is no flush, of the full pipeline.
 
     Args:
-        facts: of the source, for a JSON document.
-        files: that were written, by what they are.
+        facts: facts about the source, for a JSON document.
+        files: files that were written, by their kind.
     """
     batch_size, figures = plan.stage_graph.batch_size, plan.figures
     step_s, bubble = figures.step_s, figures.bubble
