@@ -1,4 +1,4 @@
-"""Assignment of a model to the ranks of a plan; the same on every rank, which compare it."""
+"""Assignment of a model to the ranks of a plan, the same on all ranks, which compare theirs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Assignment:
     """Stages of a model and the ranks that hold their parameters.
 
     Attributes:
-        workload: with the module that was captured.
-        home: where the module was.
-        place: where this rank computes.
+        workload: the workload, with the module that was captured.
+        home: device of the module before training.
+        place: device on which this rank computes.
     """
 
     workload: Workload
@@ -75,7 +75,8 @@ def assign(
 
     Args:
         facts: options of the run that all ranks must have alike, besides ``compute``.
-        goes_on: from another plan, under which ranks have forgotten tensors of others.
+        goes_on: whether training goes on from another plan, under which ranks have given up the
+            tensors of other stages.
 
     Raises:
         InvalidPlanError: if the plan is for another model, or ranks disagree.

@@ -80,7 +80,7 @@ class BasePipeline:
 
     @property
     def step_number(self) -> int:
-        """Batches trained on; without a flush those put in, all of them learned after ``drain``."""
+        """Batches trained on; without a flush batches put in, all learned from after ``drain``."""
         return self._session.feed.step_number
 
     @property
@@ -117,15 +117,15 @@ class BasePipeline:
             return tuple(texts.gather(own, self._mesh.all_gather_bytes))
 
     def failing(self) -> AbstractContextManager[None]:
-        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
+        """Context in which a failure here reaches the other ranks, and theirs are explained."""
         return self._session.failing()
 
     def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """The workload's batches from where training is, epoch after epoch; those trained on count.
+        """Generate the workload's batches from the current position on, epoch after epoch.
 
         Args:
-            epochs: how many epochs there are in all, those that are done included: a loop over
-                epochs asks for one more each time. By default there is no end.
+            epochs: total number of epochs, including those that are done: a loop over epochs asks
+                for one more each time. By default there is no end.
 
         Raises:
             DataError: if the workload has no data, or reading it raised.
@@ -133,15 +133,15 @@ class BasePipeline:
         return self._session.feed.batches(epochs)
 
     def batches_left(self, epochs: int) -> int | None:
-        """Count the batches that so many epochs in all have from where training is; None where the
-        data does not say.
+        """Count the batches left until so many epochs in all are done; None if the data does not
+        say.
         """
         return self._session.feed.batches_left(epochs)
 
     def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
         """Mean loss and metrics over held-out batches, in evaluation mode.
 
-        What is in flight without a flush is learned before.
+        Without a flush the mini-batches in flight are learned from first.
 
         Args:
             loader: batches, the same on every rank; by default the workload's ``eval_data``.
@@ -156,7 +156,7 @@ class BasePipeline:
         return self._session.evaluate(loader)
 
     def _settle(self) -> None:
-        """Wait until nothing is under way here."""
+        """Wait until this rank has no batch in flight."""
         raise NotImplementedError
 
     def finish_saving(self) -> None:

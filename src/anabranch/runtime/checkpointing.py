@@ -1,4 +1,4 @@
-"""State of a run to the disk and back, and from one plan to the next in memory.
+"""Transfer of a run's state to the disk and back, and in memory from one plan to the next.
 
 Under another plan ranks send each other what they would write into a checkpoint and read from it::
 
@@ -40,7 +40,7 @@ from anabranch.runtime.worker_cache import WorkerCache
 
 @dataclass(eq=False)
 class Checkpointing:
-    """Checkpoints of one rank's part of a run; nothing may be under way.
+    """Checkpoints of one rank's part of a run; no batch may be in flight.
 
     Attributes:
         run_id: a number of the run, the same on every rank.
@@ -141,7 +141,7 @@ class Checkpointing:
             self.state.load_weights(PlainWeights(path))
 
     def hand_over(self, holders: Holders) -> SavedState:
-        """Give all ranks what they need under another plan, and forget it here."""
+        """Send all ranks the state that they need under another plan, and free it here."""
         self.finish()
         with self.failing(), POSITION.doing(Phase.MOVE):
             part = self.state.part({}, copies=None)
@@ -230,8 +230,8 @@ def _counted(batches: int) -> str:
 
 
 _BUNDLE_BYTES = 1 << 28
-"""Bytes that are on their way at once, at most (or one tensor); more would take less waiting and
-more memory.
+"""Most bytes in flight at once, unless one tensor is larger; more would mean less waiting and more
+memory.
 """
 _CPU = torch.device("cpu")
 
@@ -239,12 +239,13 @@ _CPU = torch.device("cpu")
 def move(
     part: RankPart, readers: Mapping[str, Sequence[int]], progress: Progress, mesh: Mesh
 ) -> SavedState:
-    """Send what this rank has to the ranks that need it, and take what it needs; all ranks call it.
+    """Send this rank's tensors to the ranks that need them, and receive those that it needs; all
+    ranks call it.
 
     Args:
-        part: what this rank would write into a checkpoint; together the ranks have everything once.
-        readers: ranks that need each tensor of the part.
-        progress: where training is, the same on every rank.
+        part: part of a checkpoint that this rank would write; all parts have each tensor once.
+        readers: tensor of the part -> ranks that need it.
+        progress: progress of training, the same on every rank.
     """
     listed = {key: [*entry, list(readers[key])] for key, entry in part.listed.items()}
     documents = texts.gather({**part.description, "tensors": listed}, mesh.all_gather_bytes)

@@ -23,10 +23,10 @@ class Pending:
     """A collective that was started.
 
     Args:
-        result: complete after ``wait``.
-        work: operation of a process group, where one does it.
-        finish: takes the messages of the other ranks, where those do it.
-        progress: does what other ranks wait for, for so many seconds, while this one waits.
+        result: tensor that is complete after ``wait``.
+        work: operation of a process group, if one does the collective.
+        finish: receives the messages of other ranks, if messages do the collective.
+        progress: serves other ranks for a number of seconds, called while this one waits.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Pending:
 
 
 class DeviceSums:
-    """Collectives of GPUs, which the devices get when the hosts of all ranks of a set have come to
+    """Collectives of GPUs, which are launched when the hosts of all ranks of a set have come to
     them.
 
-    A collective is a kernel that spins until all ranks have it. A host that gave it to its device
-    before another one has what it needs for its own, and then waited for the device, would wait for
-    ever. So collectives are kept until this rank waits for one, or ``begin``; the sets of ranks
-    have one order everywhere. On the device each begins where its tensor is complete, which may be
-    long before the place where the host is.
+    A collective is a kernel that spins until all ranks have launched theirs. A host that launched
+    one before another host is able to, and then waited for its device, would wait for ever. So
+    collectives are kept until this rank waits for one, or ``begin``; the sets of ranks have one
+    order everywhere. On the device each begins as soon as its tensor is complete, which may be long
+    before the work that the host has queued by then.
 
     Args:
-        meeting: begins when all ranks of a set have come, and holds the device for them.
+        meeting: context that begins when all ranks of a set have come, and holds the device.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DeviceSums:
         return Pending(result, finish=finish)
 
     def begin(self) -> None:
-        """Give the device all that is kept; all ranks of a set do so between the same others."""
+        """Launch all kept collectives; on all ranks of a set between the same other ones."""
         for ranks in sorted(self._kept):
             collectives = self._kept.pop(ranks)
             with self._meeting(ranks):
@@ -102,7 +102,7 @@ class DeviceSums:
 
 @dataclass(slots=True, eq=False)
 class _Collective:
-    """One that is kept, and the fence behind which it may begin."""
+    """A kept collective, and the fence after which it may begin."""
 
     call: Callable[[], dist.Work]
     after: Any
@@ -116,7 +116,7 @@ class MessageCollectives:
     and its sockets are several times slower than shared memory.
 
     Args:
-        transport: to all ranks of the run.
+        transport: transport to all ranks of the run.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Batches of the workload from where training is, and what each has to be."""
+"""Batches of the workload from the position of training on, and the check of each batch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _END = object()
 
 
 class DataFeed:
-    """Batches of a workload from where training is.
+    """Batches of a workload from the position of training on.
 
     Attributes:
         step_number: batches trained on, also those of the user's own loop.
         position: batches of the current epoch that were trained on.
-        seed: of the run, from which ``loaders`` draw.
+        seed: seed of the run, from which ``loaders`` draw.
         fail: called with an error of the data before it is raised.
-        state: of a loader that tells its position, at ``position``; None where it is not known.
+        state: state of a loader at ``position``, read from a checkpoint; None without one.
         reads: names of a batch's tensors that are needed here; None for all.
-        types: what the others have to be like; None where all are needed.
+        types: sizes and types of tensors that are not needed; None where all are needed.
     """
 
     def __init__(self, workload: Workload, batch_size: int) -> None:
@@ -46,7 +46,7 @@ class DataFeed:
         self.types: TensorTypes | None = None
 
     def loader_state(self) -> dict[str, Any] | None:
-        """The state of a loader at ``position``, for a checkpoint."""
+        """Return the state of a loader at ``position``, for a checkpoint."""
         data = self._workload.data
         if not isinstance(data, Loader) or not data.has_state or self._fetched is not None:
             return None
@@ -58,7 +58,7 @@ class DataFeed:
         return "" if self._fetched is None else f"batch {self._fetched - 1} of epoch {self.epoch}"
 
     def batches(self, epochs: int | None) -> Iterator[Batch]:
-        """Epoch after epoch, without end unless a number of epochs is given."""
+        """Generate batches, epoch after epoch, without end unless a number of epochs is given."""
         data = self._workload.data
         if data is None:
             raise DataError("the workload has no data; pass batches to step yourself")
@@ -94,8 +94,8 @@ class DataFeed:
             self.state = progress.data
 
     def _from_here(self, loader: Loader) -> partial[Iterator[Batch]]:
-        """A loader passes over batches by itself."""
-        state, self.state = self.state, None  # of where training was when it was read
+        """Return the call for batches from ``position`` on; a loader skips the others itself."""
+        state, self.state = self.state, None  # holds for the position at which it was read
         return partial(
             loader.batches,
             self._batch_size,
@@ -114,7 +114,7 @@ class DataFeed:
             self.position, self._fetched = self._fetched, None
 
     def held_out(self, reads: Collection[str] | None = None) -> Iterable[Batch]:
-        """The workload's batches for evaluation, of which some tensors, or all, are needed here."""
+        """Return the workload's held-out batches; ``reads``: tensors needed here, None for all."""
         data = self._workload.eval_data
         if data is None:
             raise DataError(
@@ -145,7 +145,7 @@ class DataFeed:
     def read(
         self, loader: Iterable[Batch], what: str = HELD_OUT, phase: Phase = Phase.HELD_OUT
     ) -> Iterator[Batch]:
-        """A loader's batches; a ``LoaderError`` says at which batch it raised, and the line."""
+        """Generate a loader's batches; a ``LoaderError`` names the batch and line that raised."""
         iterator = iter(loader)
         count = 0
         while True:
@@ -159,8 +159,8 @@ class DataFeed:
 
 def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> str:
     """Return why training would refuse one of the first two batches, or the evaluation the first
-    one; empty if it would not. What can be read only once, or has buckets, each of which would be
-    captured, is left alone.
+    one; empty if it would not. Data that can be read only once is left alone, and so is data with
+    buckets, each of which would have to be captured.
     """
     feed, place = DataFeed(workload, batch_size), torch.device("cpu")
     try:
@@ -188,8 +188,8 @@ def leaves_of(
     *,
     read: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a batch by the names of its leaves; those that are ``read`` here, by default
-    all, are brought to where the model is.
+    """Return the tensors of a batch by the names of its leaves; tensors that are ``read`` here, by
+    default all, are brought to ``place``.
 
     Raises:
         DataError: if the batch is built otherwise than the workload's example, or has tensors of

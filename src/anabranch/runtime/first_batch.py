@@ -41,12 +41,12 @@ class FirstBatch:
 
     Attributes:
         verdict: result of the comparison of gradients with one process.
-        is_over: whether they have been made.
+        is_over: whether checks and preparations have been made.
 
     Args:
         check_gradients: whether the user asks for the comparison.
-        compares: it is made, as a process has all values of the model.
-        before: of this run under another plan; what was said then is not said again.
+        compares: whether the comparison is made: the user asks, and a process has all values.
+        before: first batch of this run under another plan, whose warnings are not repeated.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class FirstBatch:
             self.verdict = "not compared: no process has all values of the model"
 
     def prepare(self, batch: Batch, leaves: Leaves, digest: bytes, worker_of: WorkerOf) -> None:
-        """Make them; all ranks call it together.
+        """Make the checks and preparations; all ranks call it together.
 
         Args:
-            digest: of the batch.
+            digest: digest of the batch.
             worker_of: returns the worker for batches of a number of samples.
         """
         if self.is_over:
@@ -134,7 +134,7 @@ class FirstBatch:
                 warm_up(held_out.worker(samples), held_out.captured, tensors, train=False)
 
     def _tell(self) -> None:
-        """Say once what is not as in one process."""
+        """Warn once of differences from training in one process."""
         stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
         sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
         for sentence in told(None, (), stateful) if self._mesh.rank == 0 and sliced else ():
@@ -178,7 +178,7 @@ def warm_up(
         worker.compute.begin(leaves, 0, train=train)
         for key in keys.values():
             _compute(worker, key, train=train)
-        worker.compute.begin({}, 0, train=train)  # which lets go of the leaves
+        worker.compute.begin({}, 0, train=train)  # frees the leaves
     return len(keys)
 
 

@@ -33,7 +33,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 
 SEEDS = 2**62
-"""Seeds of a run are below it, as they travel in an int64; torch's own are not."""
+"""Bound of the seeds of a run, which travel in an int64; torch's own seeds may be larger."""
 
 _CPU = torch.device("cpu")
 
@@ -172,7 +172,7 @@ def _is_blank(tensor: Tensor) -> bool:
 
 
 def _initialise(module: nn.Module, path: str, seed: int) -> None:
-    """Run what fills a layer, whose tensors are real, and nothing else."""
+    """Run the initialisation of one layer, whose tensors are real."""
     parts = path.split(".") if path else []
     around = [
         module.get_submodule(".".join(parts[:length])) for length in reversed(range(len(parts) + 1))

@@ -1,4 +1,4 @@
-"""A local rank from its first instruction to its last word, in a process that ``launch`` forks."""
+"""A local rank, from start to end, in a process that ``launch`` forks."""
 
 from __future__ import annotations
 

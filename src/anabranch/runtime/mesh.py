@@ -106,7 +106,7 @@ class Mesh:
             for group in self._on_gpus:
                 connect(group, place)
             if self.backend == "nccl":
-                # What ranks tell each other by before they give their devices anything.
+                # Hosts send each other notices before they launch anything on their devices.
                 self._notices = HostNotices(*self._host_connections(_FOREVER_S))
                 self._handshake = handshake = Handshake(self.rank, self._notices, timeout)
                 self._sums = DeviceSums(
@@ -135,7 +135,7 @@ class Mesh:
     def transport(
         self, place: torch.device = _CPU, channels: Collection[Channel] = ()
     ) -> Transport | None:
-        """A transport to all other ranks for ``channels``, with connections of its own.
+        """Make a transport to all other ranks for ``channels``, with connections of its own.
 
         On the CPU it goes through shared memory to ranks of this host, through Gloo to the rest.
         Ranks with a GPU each use NCCL; GPUs without it go through the host.
@@ -200,7 +200,7 @@ class Mesh:
         return self._start(ranks, tensor, MessageCollectives.all_reduce, dist.all_reduce)
 
     def start_reduce(self, tensor: Tensor, ranks: Ranks, target: int) -> Pending:
-        """Start to sum for one rank of a set, in place; others are left with anything."""
+        """Start to sum for one rank of a set, in place; tensors of others become undefined."""
         near = partial(MessageCollectives.reduce, target=target)
         return self._start(ranks, tensor, near, partial(dist.reduce, dst=target))
 
@@ -223,7 +223,7 @@ class Mesh:
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Ranks | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place."""
-        # Whole models travel so, for which shared memory would be kept for good.
+        # For whole models, whose messages would keep shared memory for good.
         self._start(ranks, tensor, None, partial(dist.broadcast, src=source)).wait()
 
     def _start(
@@ -234,10 +234,10 @@ class Mesh:
         call: Callable[..., dist.Work | None],
     ) -> Pending:
         """Start a collective of a set of ranks, by default of all, which changes a tensor in place;
-        one of a device that Gloo does not take goes through the memory of the host.
+        a tensor on a device that Gloo does not know goes through the memory of the host.
 
         Args:
-            near: the same by messages, where that may be faster; see ``MessageCollectives``.
+            near: the same collective by messages, if that may be faster: ``MessageCollectives``.
             call: begins it in a process group.
         """
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)

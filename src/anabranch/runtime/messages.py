@@ -35,12 +35,12 @@ class Item:
     """One tensor of a message.
 
     Attributes:
-        port: which use of it, for a gradient; None for the value itself.
-        shape: of the part on its way, one dimension where it is one sample.
-        batched: has its samples in dimension 0; otherwise it is whole on every replica.
-        offset: where the part begins in dimension 0 of what this device computes at once.
-        own: shape of the part here. Of one sample alone ``squeeze()`` makes another one than of
-            several, so that the two ends of a message may differ in it.
+        port: use of the value, for a gradient; None for the value itself.
+        shape: shape of the part in the message; one dimension for a single sample.
+        batched: whether dimension 0 has the samples; otherwise the value is whole on all replicas.
+        offset: start of the part in dimension 0 of the tensor that this device computes.
+        own: shape of the part on this device; None for ``shape``. ``squeeze()`` makes another shape
+            of a single sample than of several, so the two ends of a message may differ in it.
     """
 
     value: int
@@ -52,22 +52,22 @@ class Item:
     own: torch.Size | None = None
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The part that travels, of the whole that this device computes."""
+        """Return the part that travels, of the whole tensor that this device computes."""
         own = self.shape if self.own is None else self.own
         whole = not self.batched or tensor.shape == own
         return (tensor if whole else tensor.narrow(0, self.offset, own[0])).reshape(self.shape)
 
     def arrived(self, tensor: Tensor) -> Tensor:
-        """A part that has travelled, in its shape here."""
+        """Return a received part in its shape on this device."""
         return tensor if self.own is None else tensor.view(self.own)
 
 
 TOKEN = Item(-1, None, torch.Size((1,)), torch.uint8, False, 0)
-"""All that travels along a stage edge without values: it only makes the stages wait."""
+"""Only item of messages along a stage edge without values, which just make stages wait."""
 
 
 def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
-    """The whole from its parts, which tile the samples; a value without samples arrives whole."""
+    """Join the parts of a tensor, which tile the samples; a value without samples is whole."""
     if len(parts) == 1:
         return parts[0][0].arrived(parts[0][1])
     ordered = sorted(parts, key=lambda part: part[0].offset)
@@ -77,12 +77,12 @@ def assemble(parts: Sequence[tuple[Item, Tensor]]) -> Tensor:
 
 
 def tag_of(x: int, y: int, num_stages: int, *, back: bool) -> int:
-    """Number of the channel from stage x to stage y, or back, whatever edges there are."""
+    """Return the number of the channel from stage x to stage y, or back, whatever the edges."""
     return 2 * (x * num_stages + y) + back
 
 
 def channels(graph: StageGraph) -> list[Channel]:
-    """All channels that a batch of the planned size uses, the same on every rank."""
+    """Return all channels that a batch of the planned size uses, the same on every rank."""
     result = set()
     for source, target, forward in directions(graph):
         x, y = (source, target) if forward else (target, source)
@@ -93,7 +93,7 @@ def channels(graph: StageGraph) -> list[Channel]:
 
 
 def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
-    """The uses whose gradients flow back, in the order in which they travel."""
+    """Return the uses whose gradients flow back, in the order in which they travel."""
     result = (port for port in ports if port.grad)
     return tuple(sorted(result, key=lambda port: (port.value, port.order)))
 
@@ -114,7 +114,7 @@ class Layout:
         self._model, self._split, self._graph, self._device = model, split, graph, device
 
     def slice(self, stage: int, microbatch: int) -> tuple[int, int]:
-        """Samples of a micro-batch that this device computes."""
+        """Return the samples [start, stop) of a micro-batch that this device computes."""
         replica = self._graph.stages[stage].devices.index(self._device)
         return self._graph.slice(stage, microbatch, replica)
 
@@ -124,7 +124,7 @@ class Layout:
         return self._split.program(stage, stop - start)
 
     def items(self, action: Action) -> tuple[Item, ...]:
-        """The tensors of a message, in the order in which they travel."""
+        """Return the tensors of a message, in the order in which they travel."""
         program = self.program(action.stage, action.microbatch)
         ports = program.outputs if self._is_producer(action) else program.inputs
         own = [p for p in ports if action.peer_stage in (p.source, p.target)]
@@ -144,7 +144,7 @@ class Layout:
         )
 
     def tag(self, action: Action) -> int:
-        """Number of the channel: stage edge and direction."""
+        """Return the number of the channel: stage edge and direction."""
         x, y = sorted((action.stage, action.peer_stage))
         return tag_of(x, y, len(self._graph), back=not action.kind.is_forward)
 

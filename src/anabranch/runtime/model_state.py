@@ -1,8 +1,7 @@
-"""Parameters, buffers and optimizer of one rank, and their way to the disk and back.
+"""Parameters, buffers and optimizer of one rank, and its part of checkpoints.
 
-On the disk everything goes by the model's own names. Each tensor is saved by the one rank that
-speaks for it (``Holders.owner``), and what no stage reads by rank 0, so a checkpoint has the whole
-model.
+On the disk everything goes by the model's own names. Each tensor is saved by one rank
+(``Holders.owner``), and tensors that no stage reads by rank 0, so a checkpoint has the whole model.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from anabranch.workload import Workload
 
 
 class ModelState:
-    """A rank's parameters, buffers, optimizer and scheduler; None where there is nothing to train.
+    """A rank's parameters, buffers, optimizer and scheduler (None if it has nothing to train).
 
     Ranks that built the module from another seed get the tensors of rank 0. Those of this rank's
     stages are moved to its device, or made there from ``seed`` where the module is on the meta
     device.
 
     Attributes:
-        shards: of parameters that are cut, what this rank's optimizer has in their place.
+        shards: name of a cut parameter -> rows of it that this rank's optimizer updates.
 
     Args:
-        goes_on: values are to come from ``load``, so those of the module do not count.
-        needs_all: what is loaded is the whole model, not only this rank's part.
+        goes_on: whether values are to come from ``load``, so that the module's do not count.
+        needs_all: whether ``load`` reads the whole model, not only this rank's part.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ModelState:
         for parameter in module.parameters():
             parameter.grad = None  # whatever the user has computed with it
         self._homes = {name: tensor.device for name, tensor in self._everything().items()}
-        # Before there is an optimizer, which may look where they are.
+        # Before the optimizer is made, which may look at their device.
         move((*self.parameters.values(), *self.buffers.values()), place)
         if place.type != "cpu":
             # They may be needed once more, for the self-check.
@@ -113,7 +112,9 @@ class ModelState:
             self._captured.slices[name] = nn.Parameter(part, requires_grad=held.requires_grad)
 
     def _optimizer(self, workload: Workload) -> torch.optim.Optimizer | None:
-        """The recipe's optimizer of what this rank updates; it is asked for whole parameters."""
+        """Make the recipe's optimizer for whole parameters, then give it the parts that this rank
+        updates.
+        """
         wholes: dict[str, nn.Parameter] = {}
         parts: defaultdict[nn.Parameter, dict[str, nn.Parameter]] = defaultdict(dict)
         stored = self._names()
@@ -155,7 +156,7 @@ class ModelState:
         )
 
     def require_values(self) -> None:
-        """Raise a TrainingError where something of this rank has never got values."""
+        """Raise a TrainingError where a tensor of this rank has never got values."""
         require_values(self._module, self._without)
 
     def _saves(self, name: str) -> bool:
@@ -163,7 +164,7 @@ class ModelState:
         return owner == self._mesh.rank
 
     def forget_others(self) -> None:
-        """Give the memory of other stages' parameters back; whoever reads them sees NaN."""
+        """Free the memory of other stages' parameters, which read as NaN from then on."""
         for name in self._captured.slices.keys() - self.parameters.keys():
             del self._captured.slices[name]  # it would keep the memory of the whole
         for name, parameter in self._module.named_parameters():
@@ -184,13 +185,13 @@ class ModelState:
         return [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
 
     def forget_training(self) -> None:
-        """Give gradients and the optimizer's state back, once others have what they need of it."""
+        """Free gradients and the optimizer's state, once other ranks have the parts they need."""
         self.forget_gradients()
         if self.optimizer is not None:
             self.optimizer.state.clear()
 
     def forget_gradients(self) -> None:
-        """Give gradients back, of whole parameters and of shards."""
+        """Free gradients, of whole parameters and of shards."""
         for parameter in (*self.parameters.values(), *self.shards.values()):
             parameter.grad = None
 
@@ -212,7 +213,7 @@ class ModelState:
         share_first(self.buffers, self._holders.buffers, self._mesh)
 
     def warn_without_gradient(self) -> None:
-        """Name the trainable parameters that this rank speaks for and no gradient has reached."""
+        """Warn of trainable parameters that this rank owns and that no gradient has reached."""
         rank, owner = self._mesh.rank, self._holders.owner
         missing = (n for n, p in self.updated.items() if p.requires_grad and p.grad is None)
         names = [name for name in missing if owner(name) == rank]
@@ -240,13 +241,13 @@ class ModelState:
         """Return this rank's part of a checkpoint; all replicas of a stage call it together.
 
         Args:
-            further: tensors besides, by keys that end in a parameter's name.
-            copies: memory for copies of the tensors, which is used again and again, and is filled
-                when the device has come so far; None for the tensors themselves.
+            further: more tensors, by keys that end in a parameter's name.
+            copies: memory for copies of the tensors, reused by every call and filled once the
+                device gets there; None for the tensors themselves.
             without: parameters that are left out.
 
         Raises:
-            TrainingError: if the optimizer has what cannot be saved.
+            TrainingError: if the optimizer has state that cannot be saved.
         """
         self.share_buffers()
         saved = {name: tensor for name, tensor in self._tensors().items() if self._saves(name)}
@@ -287,7 +288,7 @@ class ModelState:
         return {id(p): rows[n].name(n) if n in rows else n for n, p in self.updated.items()}
 
     def load(self, saved: SavedState) -> None:
-        """Take over what a checkpoint has for this rank.
+        """Take over this rank's part of a checkpoint.
 
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.
@@ -337,7 +338,7 @@ def require_weights(path: str | Path, module: nn.Module) -> None:
 
 
 def keys_of(weights: PlainWeights, module: nn.Module) -> dict[str, str]:
-    """Return by which name weights have each tensor of a module.
+    """Return name of a tensor of a module -> its name in the weights.
 
     Raises:
         FileFormatError: if one is missing, or there are others.
@@ -366,7 +367,7 @@ def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:
 
 
 def _refuse_forgotten(module: nn.Module) -> None:
-    """Raises TrainingError for a module that another pipeline has kept only its stages of."""
+    """Raise TrainingError for a module of which another pipeline has kept only its own stages."""
     for name, parameter in module.named_parameters():
         if _is_forgotten(parameter):
             raise TrainingError(

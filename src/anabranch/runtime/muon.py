@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model beside Adam for all that Muon is not for."""
+"""Muon for the matrices of a model, beside Adam for all other parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class MuonAdam(Optimizer):
 
     Args:
         parameters: with their names, as an optimizer recipe gets them, or without.
-        lr: of both.
+        lr: learning rate of both.
         adam: parts of the names of matrices that are left to Adam: embeddings, and the last layer.
-        momentum: of Muon; ``betas`` are Adam's.
-        weight_decay: of both, beside the gradient.
+        momentum: momentum of Muon; ``betas`` are Adam's.
+        weight_decay: weight decay of both, decoupled from the gradient.
     """
 
     def __init__(

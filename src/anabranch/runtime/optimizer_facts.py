@@ -30,7 +30,7 @@ def facts_of(optimizer: Optimizer) -> OptimizerFacts:
     groups, rule = optimizer.param_groups, rule_of(optimizer)
     betas = [group["betas"][0] for group in groups if "betas" in group]
     directions = {"momentum": [group.get("momentum") for group in groups], "adam": betas}
-    # Others are taken to remember one.
+    # Other optimizers are taken to have momentum.
     momentum = any(directions.get(rule, [True]))
     return OptimizerFacts(type(optimizer).__name__, momentum, rule, min(betas, default=None))
 
@@ -47,8 +47,8 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 
 
 def unlike_torchs(optimizer: Optimizer) -> str:
-    """Return a sentence on an optimizer that may compute over several parameters, which those of
-    ``torch.optim`` do not; nothing for these.
+    """Return a sentence on an optimizer that may compute over several parameters; empty for those
+    of ``torch.optim``, which do not.
     """
     is_torchs = _is_torchs(optimizer)
     if is_torchs and not has_hooks(optimizer):
@@ -95,9 +95,9 @@ def taken_gradients(
     """Return the gradients that an optimizer takes; one that is not PyTorch's takes sparse ones.
 
     Args:
-        tables: those that count, by default all parameters.
-        asks_for_rows: the user's own tables do; otherwise momentum refuses them, which would be
-            kept as rows, more of them with every step.
+        tables: tables that the optimizer is to update, by default all its parameters.
+        asks_for_rows: whether the user's own tables ask for sparse gradients. Otherwise momentum
+            takes dense ones: as rows it would have more of them with every step.
     """
     if optimizer is None:
         return TakenGradients.EITHER
@@ -132,12 +132,12 @@ def require_updates(
     *,
     sparse_embeddings: bool | None = False,
 ) -> None:
-    """Accept an optimizer that takes sparse gradients of the tables that have them, and others of
-    all other parameters.
+    """Accept an optimizer that takes sparse gradients of the tables that have them, and dense ones
+    of all other parameters.
 
     Args:
-        parameters: among which are those that it updates, by name.
-        sparse_embeddings: all tables have sparse gradients, also those that do not ask for them.
+        parameters: name -> parameter, with all that the optimizer updates among them.
+        sparse_embeddings: whether all tables have sparse gradients, also without asking for them.
 
     Raises:
         TrainingError: for Adam with such tables, or SparseAdam with anything else.

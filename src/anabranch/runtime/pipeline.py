@@ -52,18 +52,18 @@ class Pipeline(BasePipeline):
     Attributes:
         optimizer: of this rank's parameters; None where there is nothing to train.
         scheduler: of the learning rate.
-        timeline: of the last step that was recorded, the same on every rank.
+        timeline: timeline of the last step that was recorded, the same on every rank.
         peak_bytes: most bytes of tensors in the last step that was weighed, by rank; the prediction
             is ``plan.predicted.device_peak_bytes``. None before.
-        copied: what ``copy_state`` was given with the copy that training goes on from; None for a
-            pipeline that begins otherwise.
+        copied: ``further`` of the copy that training goes on from, as ``copy_state`` got it; None
+            for a pipeline that begins otherwise.
 
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
-        plan: its operators have to be the model's.
+        plan: plan whose operators are the model's.
         captured: the captured module, where the caller has it; captured anew otherwise.
         accumulate: batches that make one update, with the mean of their gradients; clipping and
-            the scheduler count updates. What the last batches leave over, ``update`` uses.
+            the scheduler count updates. ``update`` uses batches that are left over at the end.
         compute: precision, compilation, offloading, random numbers; the same on every rank.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
         shard_optimizer: replicas of a stage share its optimizer state: each parameter, or rows of a
@@ -84,8 +84,8 @@ class Pipeline(BasePipeline):
         stall_timeout: under torchrun, seconds without progress after which the ranks end the run
             and name the one that holds it up; ``timeout`` by default. ``launch.run`` has an
             argument of that name for local ranks.
-        patience: likewise, seconds that start-up, the first step, an evaluation or a save may take;
-            by default 600, or ``stall_timeout`` if that is more.
+        patience: the same limit for start-up, the first step, an evaluation or a save; by default
+            600, or ``stall_timeout`` if that is more.
         device: where this rank's stages are computed, by default where the model is. They are moved
             there, the rest of the model stays. A name without an index is the GPU of the number
             ``LOCAL_RANK``, in turn where ranks outnumber GPUs.

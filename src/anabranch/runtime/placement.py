@@ -1,4 +1,4 @@
-"""The device on which a rank computes, and the way of its stages to it.
+"""The device on which a rank computes, and the move of its stages to that device.
 
 A model that was built on the CPU stays there but for the stages of this rank, so a GPU never holds
 more of it than the plan counts with. One that is on a GPU already gives the other stages back as
@@ -24,7 +24,7 @@ def start_of(module: nn.Module) -> torch.device:
 
 
 def own_device(wanted: torch.device | str) -> torch.device:
-    """The device that a name means for this rank.
+    """Return the device that a name means for this rank.
 
     A name without an index is the GPU of the number ``LOCAL_RANK``. Where a host has fewer GPUs
     than ranks, they share them in turn.
@@ -63,7 +63,7 @@ def roomy_home(module: nn.Module, home: torch.device) -> torch.device:
 
 
 def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
-    """A tensor on a device, without a wait where it comes from memory of the host."""
+    """Return a tensor on a device, without waiting where it comes from memory of the host."""
     if tensor.is_cpu:
         tensor = accelerator.pinned(tensor, place)
     return tensor.to(place, non_blocking=accelerator.has_streams(place))

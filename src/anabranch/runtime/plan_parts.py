@@ -23,10 +23,10 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
 
 
 def buckets_of(captured: Captured, workload: Workload) -> list[Captured]:
-    """The model for every size of batches that the workload declares.
+    """Return the captured model for each bucket of batch sizes that the workload declares.
 
     Raises:
-        DataError: if they are no batches of the model.
+        DataError: if the declared examples are no batches of the model.
     """
     try:
         return [captured, *map(captured.like, workload.buckets)]

@@ -54,7 +54,7 @@ def nccl_digest(place: torch.device) -> bytes:
 
 
 def choose_backend(digests: Sequence[bytes]) -> str:
-    """``nccl`` if and only if every rank has a GPU of its own, and NCCL; otherwise ``gloo``.
+    """Return ``nccl`` if every rank has a GPU of its own, and NCCL; otherwise ``gloo``.
 
     Args:
         digests: ``nccl_digest`` of all ranks.
@@ -67,10 +67,10 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def join(timeout: float = 1800.0) -> None:
-    """Find the other processes, where torchrun says that there are some and nobody has yet.
+    """Join the other processes of torchrun, if there are any and nobody has yet.
 
     Ranks that are all on one host listen to that host alone. The store, which torchrun itself has
-    made, listens to everybody, and that is said.
+    made, listens to everybody, of which a warning tells.
     """
     if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
@@ -98,7 +98,7 @@ def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
     """Return True if a process of this host listens on a port of all interfaces (Linux).
 
     Args:
-        tables: files as ``/proc/net/tcp`` is one.
+        tables: files in the format of ``/proc/net/tcp``.
     """
     for table in map(Path, tables):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
@@ -115,7 +115,7 @@ class GpuLimits:
 
     Attributes:
         streams: queues that the driver can have, and streams in PyTorch's pool of one priority.
-        other_streams: those that do not wait for other ranks: of computation and of copies.
+        other_streams: streams that do not wait for other ranks: for computation and for copies.
         blocks: blocks (and so multiprocessors) that the waiting kernels of all communicators of one
             sort, pairs or sets, may take, of 40 and more that a GPU has.
         blocks_of_one: blocks of one communicator, which fill a link of 50 GB/s and more.
@@ -133,7 +133,7 @@ LIMITS = GpuLimits()
 
 
 def _busiest(groups: Collection[tuple[int, ...]], size: int) -> tuple[int, int]:
-    """Return the rank that is in most groups, and of how many it is a member."""
+    """Return the rank that is in most groups, and the number of its groups."""
     counts = Counter(rank for ranks in groups for rank in ranks)
     return max(((rank, counts[rank]) for rank in range(size)), key=lambda item: item[1])
 
@@ -189,10 +189,10 @@ def new_group(
     prior: bool = False,
     blocks: int = 0,
 ) -> dist.ProcessGroup | None:
-    """A group of some ranks, which all ranks of the run make together; None where this is not one.
+    """Make a group of some ranks, all ranks of the run together; return None outside the group.
 
     Args:
-        prior: NCCL's kernels run on a stream of the pool of high priority.
+        prior: whether NCCL's kernels run on a stream of high priority.
         blocks: most blocks of NCCL's kernels.
     """
     options: Any = None

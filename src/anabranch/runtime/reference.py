@@ -79,7 +79,7 @@ def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 Weights = Callable[[int, int], Mapping[str, float]]
-"""(samples of a slice, of the batch) -> what loss and metrics of the slice count for."""
+"""(samples of a slice, of the batch) -> weights of the slice's loss and metrics."""
 
 
 def reference(
@@ -111,7 +111,7 @@ def reference(
 
 @contextmanager
 def same_numbers(module: nn.Module) -> Iterator[None]:
-    """Inside, a module draws the same random numbers each time; torch's own go on afterwards."""
+    """Context in which a module draws the same random numbers; torch's own go on afterwards."""
     place = start_of(module)
     gpus = [place] if accelerator.is_on_accelerator(place) else []
     with torch.random.fork_rng(gpus, device_type=place.type):
@@ -120,7 +120,7 @@ def same_numbers(module: nn.Module) -> Iterator[None]:
 
 
 def require_repeatable(captured: Captured, batch: Batch, first: float) -> tuple[str, ...]:
-    """Accept a captured module whose loss of a batch is that of its first call, but for rounding.
+    """Accept a captured module whose loss for a batch is that of its first call, up to rounding.
 
     A captured program does the same at every step. A counter, a schedule or random numbers in
     Python are fixed in it when the model is captured, and training goes on as if nothing were
@@ -130,10 +130,10 @@ def require_repeatable(captured: Captured, batch: Batch, first: float) -> tuple[
         first: the loss of the first call, with the ``same_numbers`` if it draws any.
 
     Returns:
-        A warning of attributes that the forward sets, if it does.
+        A warning about attributes that the forward sets, if it sets any.
 
     Raises:
-        TrainingError: naming these attributes; or tensors that change unseen.
+        TrainingError: if the loss differs, naming these attributes; or if tensors change unseen.
     """
     module, writes = captured.module, seen_writes(captured.programs.example)
     before = _plain_attributes(module)
@@ -194,8 +194,8 @@ def largest_distance(
     gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: Callable[[str], float]
 ) -> tuple[float, str]:
     """Return the largest distance of two gradients of a parameter, divided by the parameter's
-    scale, and the parameter. A gradient that is not there is zero, as that of an expert that no
-    sample is sent to.
+    scale, and the parameter. A missing gradient counts as zero, as that of an expert to which no
+    sample is sent.
     """
     worst, largest = "", 0.0
     for name in sorted({*gradients, *expected}):

@@ -43,15 +43,14 @@ class Session:
         frozen: parameters that were not trainable when training began.
         graph: stages of the plan.
         first: checks and preparations with the first batch.
-        batch_digest: of the batch that is under way.
-        is_spoilt: some stages have made an update that others have not.
+        batch_digest: digest of the current batch.
+        is_spoilt: whether some stages have made an update that others have not.
 
     Args:
         further: channels that are used besides those of the plan's schedule.
-        predecessor: a session of this run under another plan, which goes on here and ends there.
-        saved: the state of this run that goes on here, from copies in memory.
-        options: of ``assign``.
-
+        predecessor: session of this run under another plan; this one continues and closes it.
+        saved: state of this run, from copies in memory, that this session continues.
+        options: further arguments of ``assign``.
     """
 
     def __init__(
@@ -136,16 +135,16 @@ class Session:
             if saved is not None:
                 self.checkpoints.restore(saved)
         feed.fail, feed.reads = self._fail, self._reads
-        # Which bucket a batch is of, its tensors tell together, so none is left out.
+        # The bucket of a batch follows from all of its tensors, so none is left out.
         feed.types = None if workload.buckets else captured.layout.types
         self.trace = Trace(captured, graph, holders, mesh)
         POSITION.leave()
 
     def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
-        """The tensors of a batch by their names.
+        """Return the tensors of a batch by their names.
 
         Args:
-            is_step: for a step of training, rather than a comparison of gradients.
+            is_step: whether the batch is for a step of training, not a comparison of gradients.
 
         Raises:
             DataError: if it is not built as the example.
@@ -184,7 +183,7 @@ class Session:
             )
 
     def begin_batch(self, batch: Batch) -> None:
-        """Let others know which batch is the next here."""
+        """Note the digest of the next batch here, which other ranks compare with theirs."""
         if self.mesh.size > 1:
             leaves = self.captured.layout.flatten(batch)
             self.batch_digest = batch_digest(leaves, every_value=self._every_value)
@@ -194,7 +193,7 @@ class Session:
     def prepare(
         self, batch: Batch, leaves: dict[str, Tensor], worker_of: WorkerOf = WorkerCache.worker
     ) -> None:
-        """Check and prepare what needs a batch, once; see ``FirstBatch``."""
+        """Make the checks and preparations that need a batch, once; see ``FirstBatch``."""
         self.first.prepare(batch, leaves, self.batch_digest, worker_of)
 
     def _reads(self) -> Collection[str] | None:
@@ -204,8 +203,8 @@ class Session:
 
     def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
         """Return loss and metrics as means over the samples of held-out batches, by default those
-        of the workload: the same stages in evaluation mode, forwards only. Nothing may be under
-        way, and all ranks have the same numbers.
+        of the workload: the same stages in evaluation mode, forwards only. No batch may be in
+        flight. All ranks return the same numbers.
 
         Raises:
             DataError: if there are no batches.
@@ -219,7 +218,7 @@ class Session:
                 self._require_unchanged(workers)
                 names = workers.captured.metrics
                 sums = torch.zeros(1 + len(names), dtype=torch.float64)
-            # Whoever lacks held-out data may go on.
+            # A caller without held-out data may go on after this error.
             chosen = self.feed.held_out(workers.needed_leaves) if loader is None else loader
 
             for number, batch in enumerate(self.feed.read(chosen)):
@@ -231,7 +230,7 @@ class Session:
                     worker = self.workers.for_batch(leaves).in_evaluation.worker(size)
                     outcome = worker.run(leaves, self.feed.step_number, train=False)
                     outcome.bring()
-                    # A look at a device waits for it, so the next batch is under way by then.
+                    # Reading numbers waits for the device, so the next batch is started before.
                     if before is not None:
                         sums += before[0].numbers(names) * before[1]
                 before = outcome, size
@@ -244,7 +243,7 @@ class Session:
         return dict(zip(("loss", *names), totals, strict=True))
 
     def count(self) -> None:
-        """A step has been made with the batch that was fetched last."""
+        """Note that a step has been made with the batch that was fetched last."""
         POSITION.settle()
         self.feed.trained()
         self.checkpoints.check()
@@ -261,11 +260,11 @@ class Session:
     # Failures
 
     def failing(self) -> AbstractContextManager[None]:
-        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
+        """Context in which a failure here reaches the other ranks, and theirs are explained."""
         return self.mesh.failure.reporting(self.abort, self.graph)
 
     def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
-        """The same batches; if their source raises on this rank alone, it has to ``leave``."""
+        """Generate the same batches; if their source raises, this rank has to ``leave``."""
         try:
             yield from batches
         except Exception:
@@ -277,7 +276,7 @@ class Session:
         self.abort()
 
     def abort(self) -> None:
-        """Close after a failure, without waiting for anything that is under way."""
+        """Close after a failure, without waiting for any operation in progress."""
         self.checkpoints.give_up()
         self._disconnect()
 

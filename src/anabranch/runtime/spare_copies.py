@@ -34,10 +34,10 @@ from anabranch.runtime.transport.memory import fence
 from anabranch.runtime.transport.packing import ALIGNMENT, pack, packing_of, specs_of, unpack
 
 _HEAD = struct.Struct("<qq")
-"""Place and length of the text of a copy."""
+"""Offset and length of the text of a copy, in bytes."""
 
 _START = ALIGNMENT
-"""Place of the first tensor of a copy."""
+"""Offset of the first tensor of a copy."""
 
 _LOSS = struct.Struct("<dq")
 _STEP_BITS, _RANK_BITS = 36, 16
@@ -58,7 +58,7 @@ class Moment:
 
     @staticmethod
     def unpacked(number: int) -> Moment | None:
-        """None for 0, the place of a copy that is being written."""
+        """Return the moment of an integer; None for 0, which marks a copy that is being written."""
         if number == 0:
             return None
         high, step = divmod(number - 1, 1 << _STEP_BITS)
@@ -73,7 +73,7 @@ class SpareCopies:
         every: steps between two copies.
         attempt: number of times that ranks have come together again; the parent counts.
         reported_steps: steps of which the first rank has called callbacks.
-        reported_events: number of the last event between steps, likewise.
+        reported_events: number of the last event between steps that was reported in this way.
 
     Raises:
         TrainingError: where the system has no files in memory.
@@ -127,10 +127,10 @@ class SpareCopies:
         """Copy a rank's part, over its older copy.
 
         Args:
-            further: what else is to be known, as JSON.
+            further: facts to keep with the copy, as JSON.
 
         Returns:
-            What is to be called once the step is known to be a good one: the copy counts then.
+            Function to call once the step is known to be a good one; from then on the copy counts.
 
         Raises:
             TrainingError: if there is no memory for it.
@@ -162,7 +162,7 @@ class SpareCopies:
         return confirm
 
     def _opened(self, file: int, nbytes: int = 0) -> Tensor:
-        """All bytes of a file, at least so many."""
+        """Return all bytes of a file, after it has grown to at least ``nbytes``."""
         memory, size = self._memory.get(file), max(nbytes, os.fstat(file).st_size)
         if memory is None or len(memory) < size:
             try:
@@ -177,8 +177,8 @@ class SpareCopies:
         return memory
 
     def read(self) -> tuple[SavedState | None, dict[str, Any] | None]:
-        """Return the state of the newest moment, and what else was to be known of it on rank 0;
-        None for both where there is no copy yet.
+        """Return the state of the newest moment and the ``further`` facts of rank 0; None for both
+        where there is no copy yet.
         """
         moment = self.newest
         if moment is None:
@@ -215,8 +215,8 @@ class Survival:
     newest copies of the state.
 
     Attributes:
-        begin: called with the ranks that there will be, the failure, and the moment of the copies;
-            returns the arguments of the function. It plans anew where there are fewer ranks.
+        begin: called with the number of ranks to come, the failure, and the moment of the copies;
+            plans anew if there are fewer ranks, and returns the arguments of the ranks' function.
         replaces: whether a new rank takes the place of a dead one.
     """
 
@@ -230,8 +230,8 @@ _MOST_DEATHS, _MOST_FRUITLESS = 3, 6
 
 @dataclass
 class Recoveries:
-    """Recoveries since there was a newer copy: a failure that comes again and again ends the run,
-    and a device whose ranks alone die is left out.
+    """Recoveries since the newest copy. A failure that comes again and again ends the run; a device
+    whose ranks die again and again is left out.
     """
 
     step: int = -2

@@ -39,7 +39,7 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 
 
 def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action, ...]:
-    """A device's actions without those on an empty slice of a short micro-batch."""
+    """Return a device's actions without those on an empty slice of a short micro-batch."""
     result = []
     for action in schedule.actions.get(device, ()):
         replica = graph.stages[action.stage].devices.index(device)
@@ -135,12 +135,12 @@ class _Handover:
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """One action, with what is known of it before the first step.
+    """One action, with everything about it that is known before the first step.
 
     Attributes:
-        following: receives of the next micro-batch, which are posted after the last message of one
-            along a channel.
-        completes: the last message that carries what a pass has made.
+        following: receives of the channel's next micro-batch, posted after the last message of
+            this one.
+        completes: whether this is the last message with results of a pass.
     """
 
     action: Action
@@ -257,7 +257,7 @@ class BatchRun:
         self.returned: dict[int, dict[Port, Tensor]] = {}
 
     def expect(self, *kinds: Kind) -> None:
-        """Post the first receives of every channel of such receives."""
+        """Post the receives of the first micro-batch on every channel of these kinds."""
         self.post([task for task in self.tasks.first if task.action.kind in kinds])
 
     def do(self, kind: Kind, microbatch: int) -> None:
@@ -318,7 +318,7 @@ class BatchRun:
             elif item.batched:
                 tensors.append(item.part(self.made[stage][item.value]))
             else:
-                # It may be a view of a parameter, which may be updated before it is used.
+                # It may be a view of a parameter, which may be updated before the message is read.
                 tensors.append(self.made[stage][item.value].clone())
         return tensors
 
@@ -326,7 +326,7 @@ class BatchRun:
         arrived = self.values.pop(task.key, None) or {}
         values = {value: assemble(parts) for value, parts in arrived.items()}
 
-        self.made.pop(task.action.stage, None)  # what is only handed over here goes in no message
+        self.made.pop(task.action.stage, None)  # still there if no message has sent it
         self.made[task.action.stage] = self.compute.forward(task.key, values)
         self.hand_over(task)
 

@@ -1,5 +1,5 @@
-"""Workers of one rank, one per batch size, because sample intervals follow from it; and per bucket
-of sizes besides the samples, because programs and messages do.
+"""Workers of one rank, one per batch size, from which sample intervals follow, and per bucket of
+other sizes, from which programs and messages follow.
 
 The last batch of an epoch may be short, a held-out batch may be of any size. Micro-batch sizes stay
 those of the plan, so only the number of micro-batches changes, and with it the schedule.
@@ -52,7 +52,7 @@ class WorkerCache:
         self.stage_graph = self.plan.stage_graph
 
     def like(self, captured: Captured) -> WorkerCache:
-        """The same stages of the model in evaluation mode, or for batches of other sizes."""
+        """Return workers of the same stages in evaluation mode, or for batches of other sizes."""
         return self if captured is self.captured else self._alike(captured)
 
     @remembered
@@ -64,7 +64,7 @@ class WorkerCache:
         return alike
 
     def for_batch(self, leaves: Mapping[str, Tensor]) -> WorkerCache:
-        """The workers for batches of the sizes of this one."""
+        """Return the workers for batches with the sizes of this one."""
         return self.like(self.captured.for_batch(leaves))
 
     @property
@@ -78,7 +78,7 @@ class WorkerCache:
 
     @cached_property
     def needed_leaves(self) -> frozenset[str]:
-        """Also those of which it makes what its stages read of a batch besides its tensors."""
+        """Also the tensors from which it computes the batch's statistics that its stages read."""
         return self.captured.programs.tensors_for(self._read)
 
     @cached_property
