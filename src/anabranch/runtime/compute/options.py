@@ -1,4 +1,4 @@
-"""Options of how a rank computes a micro-batch; the same on every rank.
+"""Options of the computation of micro-batches; the same on every rank.
 
 They change speed, memory and rounding, never what is trained, except ``dropout``, which chooses the
 random numbers.

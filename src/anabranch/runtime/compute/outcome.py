@@ -16,11 +16,11 @@ from anabranch.runtime.placement import Fetched, fetched
 
 
 class GradientNorms:
-    """Norms of gradients, one each, by which those with numbers that are not finite are found.
+    """Norms of gradients, one each, which show the gradients that are not finite.
 
-    All of a device and type take one launch or a few. A norm of squares may overflow though the
-    numbers do not, so what looks bad is looked at again on the CPU, where that norm is the fastest
-    pass. A GPU takes the largest entry, which cannot: nobody wants to wait for a second look.
+    The norms of one device and type take one launch or a few. A Euclidean norm may overflow though
+    the numbers do not; a CPU, where it is the fastest pass, looks at such gradients again. A GPU
+    takes the largest entry, which cannot overflow, so that nothing waits for a second look.
 
     Attributes:
         tensors: the norms, on the device.
@@ -48,7 +48,7 @@ class GradientNorms:
         """Return the names of gradients that are not finite.
 
         Args:
-            numbers: of ``tensors``, one after the other, on the host.
+            numbers: values of ``tensors``, one after the other, on the host.
         """
         seem = [n for n, norm in zip(self.names, numbers, strict=True) if not math.isfinite(norm)]
         again, self._again = self._again, {}
@@ -67,9 +67,9 @@ _Noted = tuple[Key, Mapping[str, float], Mapping[str, Tensor]]
 class Outcome:
     """Losses, metrics and bad numbers of one step on a device.
 
-    Losses and metrics are read when somebody asks: a look at a GPU waits for all before it.
-    So is the largest number of each tensor that left a stage, which outlives it: one pass, and NaN
-    or infinity if there is any. (With the smallest as well a step of ``mmt``, small preset, took
+    Losses and metrics are read on request only, as reading a GPU waits for all work before it.
+    So is the largest number of each tensor that left a stage, which is kept without the tensor: one
+    pass, and NaN or infinity if there is any. (The smallest as well made a step of ``mmt``, small,
     3 % longer on a CPU, one of ``transformer`` no longer; the largest alone takes half of that.)
 
     Attributes:
@@ -117,10 +117,10 @@ class Outcome:
         return [numbers["loss"] for *_, numbers in self._unread if "loss" in numbers]
 
     def bring(self, norms: GradientNorms | None = None, further: Sequence[Tensor] = ()) -> None:
-        """Start to copy losses and metrics to the host, for who asks for them later.
+        """Start to copy losses and metrics to the host, where they are read later.
 
         Args:
-            norms: of gradients of which bad ones are to be noted.
+            norms: norms of gradients, of which bad ones are to be noted.
             further: numbers for ``further``.
         """
         unread, self._unread = self._unread, []
@@ -169,7 +169,7 @@ class Outcome:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Its shares of the metrics, likewise."""
+        """This device's shares of the step's metrics."""
         self._read()
         return {name: total for name, total in self._sums.items() if name != "loss"}
 

@@ -49,7 +49,7 @@ class StagePrograms:
     """Stages of a model under compute options; a ``ProgramSource``.
 
     Args:
-        parts: of the model without options.
+        parts: stages of the model without options.
     """
 
     def __init__(self, parts: Split, options: ComputeOptions, place: torch.device) -> None:
@@ -67,7 +67,7 @@ class StagePrograms:
         """Return the call of a stage.
 
         Args:
-            split: for backwards in two halves; of a compiled stage the first one is all.
+            split: for backwards in two halves; a compiled stage does everything in the first.
 
         Raises:
             CaptureError: if a random operation cannot draw by sample.
@@ -112,8 +112,8 @@ class StagePrograms:
 def _compiled(
     module: nn.Module, names: Collection[str], backend: str
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """A compiled stage. State of these names goes through as values and is written behind it: a
-    compiled backward computes again what it needs of state, even if that has changed.
+    """Compile a stage. State of these names is passed as values and written back after the call: a
+    compiled backward may compute again from state, even if that has changed by then.
     """
     named = (*module.named_parameters(), *module.named_buffers())
     state = {name: tensor for name, tensor in named if name in names}
@@ -137,7 +137,7 @@ def _compiled(
 
 
 def with_sparse_lookups(module: fx.GraphModule) -> fx.GraphModule:
-    """The same stage with sparse gradients of its tables."""
+    """Return the same stage with sparse gradients of its tables."""
     graph = copy.deepcopy(module.graph)
     make_sparse(graph)
     return fx.GraphModule(module, graph)
@@ -182,11 +182,11 @@ BINDINGS: Mapping[Any, tuple[Callable[..., Any], int]] = {
     _aten.view.default: (torch.Tensor.view, 2),
     _aten.select.int: (torch.select, 3),
 }
-"""Operator -> binding, and how many arguments by position both take alike, with the same defaults
-(which ``cross_entropy_loss`` has not).
+"""Operator -> binding, and the number of positional arguments that both take alike, with the same
+defaults (unlike ``cross_entropy_loss``).
 """
 _BINARY = _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor
-"""Operators whose bindings take a number as second operand for another operator."""
+"""Operators whose bindings stand for another operator if the second operand is a number."""
 
 
 def fast_call(module: fx.GraphModule) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def fast_call(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _where(module: nn.Module, target: str) -> tuple[Mapping[str, Any], str]:
-    """Return the mapping that has what a name means, which is looked up for each call."""
+    """Return the mapping and the key by which a target is looked up in each call."""
     *path, name = target.split(".")
     for part in path:
         module = getattr(module, part)

@@ -1,8 +1,8 @@
-"""A backward in two halves: gradients of what entered a stage first, those of its weights later.
+"""A backward in two halves: gradients of a stage's inputs first, those of its weights later.
 
-The stages before wait for the gradients of inputs alone, so these are computed and sent at first.
-Autograd skips what a call does for its weights if nobody asks for their gradients. What arrives at
-a call that reads weights is kept, and later goes through that call alone, towards its weights::
+Earlier stages wait for the gradients of inputs alone, so these are computed and sent first.
+Autograd skips the weights of a call if nobody asks for their gradients. Gradients that arrive at a
+call that reads weights are kept, and later go through that call alone, towards its weights::
 
     whole     gradient -> call k -> call k-1 -> ... -> inputs
                             v         v
@@ -32,7 +32,7 @@ class CallWithWeights:
     """A call that reads weights, in the forward of one micro-batch.
 
     Attributes:
-        arrived: gradients of its results, once the first half has been there.
+        arrived: gradients of its results, once the first half has passed it.
     """
 
     node: Node
@@ -51,7 +51,7 @@ class CallWithWeights:
         self.node.register_prehook(keep)
 
     def add_gradients(self) -> None:
-        """Add the gradients of the parameters to theirs."""
+        """Compute the gradients of the parameters, and add them to their ``.grad``."""
         arrived = {i: g for i, g in enumerate(self.arrived) if g is not None}
         if arrived:
             edges = [GradientEdge(self.node, number) for number in arrived]
@@ -59,10 +59,10 @@ class CallWithWeights:
 
 
 class WeightNotes:
-    """Calls with weights of the forward that runs, or ran last; one program's, for one rank.
+    """Calls with weights in the current or last forward of one program on one rank.
 
     Attributes:
-        parameters: whose gradients can wait for the second half.
+        parameters: parameters whose gradients can wait for the second half.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Note(nn.Module):
 def with_notes(
     module: fx.GraphModule, inputs: Collection[str]
 ) -> tuple[fx.GraphModule, WeightNotes]:
-    """Return the same stage, which notes its calls whose weights can wait.
+    """Return the same stage with notes of its calls whose weights can wait.
 
     Args:
         inputs: names of the placeholders through which gradients go back.

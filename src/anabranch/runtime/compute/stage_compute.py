@@ -43,7 +43,7 @@ class Compute(Protocol):
         """Compute the values that leave a stage from those that enter it."""
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """Compute gradients of what entered from those of what left; those of weights may wait."""
+        """Compute gradients of the inputs from those of the outputs; those of weights may wait."""
 
     def weight_gradients(self, key: Key) -> None:
         """Compute the second half of a backward, if there is one."""
@@ -51,9 +51,9 @@ class Compute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _BatchSlice:
-    """One micro-batch of a stage on this device: ``weights`` are those of its loss and
-    metrics in the batch's, ``recompute`` whether its backward begins with another forward,
-    ``returned`` uses with a gradient, ``written`` state that the forward changes.
+    """One micro-batch of a stage on this device: ``weights`` of its loss and metrics in those of
+    the batch, ``recompute`` if its backward begins with another forward, ``returned`` uses whose
+    gradients go back, ``written`` state that the forward changes.
     """
 
     runnable: StageCall
@@ -190,7 +190,7 @@ class StageCompute:
                 return tuple(runnable.call(*drawn, *inputs, *aliases, *batch))
 
     def _random(self, start: int) -> tuple[Tensor, Tensor]:
-        """Key of the step and first sample, where the stage is."""
+        """Return the key of the step and the first sample, on the device of the stage."""
         if self._step_key is None:
             number = step_key(self._seed, self._step)
             self._step_key = torch.full((), number, dtype=torch.int64, device=self._place)
@@ -252,7 +252,7 @@ class StageCompute:
             call.add_gradients()
 
     def _recompute(self, piece: _BatchSlice, key: Key, stash: _ActivationStash) -> _ActivationStash:
-        """The forward once more, for its autograd graph."""
+        """Repeat the forward, for its autograd graph."""
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         outputs, loss = _outputs_and_loss(piece.runnable.program, results)
         return _ActivationStash(stash.leaves, stash.aliases, _ends(outputs), loss, _noted(piece))
@@ -265,7 +265,7 @@ def _noted(piece: _BatchSlice) -> list[CallWithWeights]:
 
 
 def _ends(outputs: list[tuple[Port, Tensor]]) -> list[tuple[Port, GradientEdge]]:
-    """Gradient edges of outputs, at which a backward begins; the outputs need not stay for it."""
+    """Return gradient edges of outputs, where a backward begins; outputs need not stay for it."""
     return [(port, get_gradient_edge(out)) for port, out in outputs if out.requires_grad]
 
 
@@ -278,5 +278,5 @@ def _outputs_and_loss(
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The gradient of a leaf; zero where the loss does not depend on it."""
+    """Return the gradient of a leaf; zero where the loss does not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -32,12 +32,12 @@ class Bucket(ABC):
     """Parameters of one element type and one replica group, and the sum of their gradients.
 
     Attributes:
-        missing: parameters whose gradient has not been put.
+        missing: number of parameters whose gradient has not been put.
         flat: buffer of this rank's terms; None before the first gradient.
 
     Args:
         ranks: the replica group, ascending.
-        shards: of each parameter.
+        shards: shards of each parameter, the same for all.
     """
 
     missing: int
@@ -85,7 +85,7 @@ class Bucket(ABC):
         """Start to sum over the ranks, once every gradient has been put.
 
         Args:
-            everywhere: all ranks get the sums, whoever updates.
+            everywhere: whether all ranks get the sums, also of parameters that others update.
         """
         assert self.missing == 0
         all_get_it = everywhere or not self.shards
@@ -106,7 +106,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def start_all_gather(self) -> Callable[[], None]:
-        """Start the all-gather of updated parameters, forget gradients; return what finishes it."""
+        """Start the all-gather of updated parameters, free gradients; return how to finish it."""
 
 
 class DenseBucket(Bucket):
@@ -115,8 +115,8 @@ class DenseBucket(Bucket):
     def hold(self, index: int) -> None:
         """Make a parameter's gradient a view of the buffer.
 
-        Rows of an embedding stay what they are until ``put``: they are small, and autograd loses
-        some that it adds to a dense gradient (PyTorch 2.13: the only row of one column).
+        Sparse gradients stay as they are until ``put``: they are small, and autograd loses rows
+        that it adds to a dense gradient (PyTorch 2.13: the only row of one column).
         """
         parameter = self.named[index][1]
         if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -161,7 +161,7 @@ class DenseBucket(Bucket):
         return shard.of(self._flats[0].view(len(parameter), -1))
 
     def start_all_gather(self) -> Callable[[], None]:
-        """Parameters travel in the buffer, those that one rank updates side by side."""
+        """Send parameters in the buffer, where those that one rank updates lie side by side."""
         self._buffer()
         received, into, pending = list[Tensor](), list[Tensor](), list[Pending]()
         for _, parameter in self.named:
@@ -186,7 +186,9 @@ class DenseBucket(Bucket):
         return finish
 
     def wait(self) -> Tensor | None:
-        """Wait for the sums; return per parameter if any rank has a gradient, unless all have."""
+        """Wait for the sums; return flags of parameters with a gradient on any rank, unless this
+        rank has all gradients.
+        """
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -213,11 +215,11 @@ class DenseBucket(Bucket):
 
 
 def entries(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, without the zeros of a sparse one; two for each complex one."""
+    """Return the numbers of a gradient, without a sparse one's zeros; two per complex number."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A sparse gradient (of an embedding) in full, another one as it is."""
+    """Return a sparse gradient (of an embedding) as a dense one, others as they are."""
     return gradient.to_dense() if gradient.is_sparse else gradient

@@ -38,8 +38,8 @@ class Holders:
         parameters: name -> ranks, ascending.
         buffers: name -> ranks, ascending.
         stages: parameter -> stages that read it, ascending.
-        shards: trainable parameter -> its shards, whose optimizer state one rank alone has and
-            which it updates, for those whose state is not held by every holder (see ``sharded``).
+        shards: trainable parameter -> its shards, each updated by one rank, which alone has its
+            optimizer state; without parameters whose state all holders have (see ``sharded``).
     """
 
     parameters: Mapping[str, Ranks]
@@ -48,9 +48,9 @@ class Holders:
     shards: Mapping[str, Shards] = field(default_factory=dict)
 
     def sharded(self, trainable: Mapping[str, Tensor], *, cut: bool) -> Holders:
-        """With the optimizer state of each parameter on one of its holders (ZeRO, Rajbhandari et
-        al. 2020, stage 1), or rows of it on each of several. Those that the same ranks hold are
-        shared out as ``deal`` says.
+        """Return holders with the optimizer state of each parameter on one of them (ZeRO,
+        Rajbhandari et al. 2020, stage 1), or with rows of it on several. ``deal`` distributes the
+        parameters that the same ranks hold.
 
         Args:
             trainable: the trainable parameters, in the model's order.
@@ -91,7 +91,7 @@ class Holders:
     def resident_bytes(
         self, parameters: Mapping[str, Tensor], rank: int, place: torch.device
     ) -> tuple[int, int]:
-        """Bytes of a rank's own parameters that are on its device, and of those of other stages."""
+        """Return bytes of a rank's own parameters on its device, and of other stages' there."""
         own = others = 0
         for name, parameter in parameters.items():
             if parameter.device == place and name in self.parameters:
@@ -102,11 +102,11 @@ class Holders:
         return own, others
 
     def readers(self, key: str, num_ranks: int) -> Ranks:
-        """Ranks that need a tensor of a checkpoint, such as ``model/text.0.weight``."""
+        """Return the ranks that need a tensor of a checkpoint, such as ``model/text.0.weight``."""
         kind, _, name = key.partition("/")
         if kind != "model":
             name = name.partition("/")[2]
-        # Another plan may have cut the whole of it otherwise.
+        # Another plan may have cut the whole parameter otherwise.
         held = [n for n in self.parameters if whole_name(n) == whole_name(name)]
         if kind != "model":
             return tuple(sorted({rank for n in held for rank in self.updaters(n)}))
@@ -119,11 +119,11 @@ class Holders:
         return self.buffers[name][0] if name in self.buffers else self.updaters(name)[0]
 
     def held_by(self, rank: int) -> set[str]:
-        """The parameters of a rank."""
+        """Return the parameters of a rank."""
         return {name for name, ranks in self.parameters.items() if rank in ranks}
 
     def updaters(self, name: str) -> Ranks:
-        """The ranks that have optimizer state of a trainable parameter."""
+        """Return the ranks that have optimizer state of a trainable parameter."""
         shards = self.shards.get(name)
         return tuple(shard.rank for shard in shards) if shards else self.parameters[name]
 
@@ -133,7 +133,7 @@ class Holders:
         return {name: shards for name, shards in self.shards.items() if len(shards) > 1}
 
     def cut_for(self, rank: int) -> dict[str, Shard]:
-        """The shards that a rank updates of these."""
+        """Return the shards of cut parameters that a rank updates."""
         return {
             n: shard for n, shards in self.cut.items() for shard in shards if shard.rank == rank
         }

@@ -63,8 +63,8 @@ class Reducer:
         terms: numbers that are finite if this rank's terms of the last sums were; with ``notes``.
 
     Args:
-        notes: whether to note if this rank's own terms are finite, for who asks afterwards.
-        tables: those whose holders exchange rows; gradients of all others are summed whole.
+        notes: whether to note if this rank's own terms are finite, to be read afterwards.
+        tables: tables whose holders exchange rows; other gradients are summed whole.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reducer:
     ) -> None:
         tables, self._mesh = tables or {}, mesh
         self._parameters, self._stages_of = parameters, holders.stages
-        # Whoever is frozen for some steps, even the first, has its place among the others.
+        # A parameter that is frozen for some steps, even the first, has its place all the same.
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
         self._notes, self.terms = notes, list[Tensor]()
         groups: dict[tuple[Ranks, tuple[int, ...], bool], list[Named]] = defaultdict(list)
@@ -137,19 +137,19 @@ class Reducer:
         everywhere: bool = False,
         batch_sizes: Sequence[int] = (),
     ) -> None:
-        """A batch begins; see ``finals``.
+        """Begin a batch; see ``finals``.
 
         Args:
-            batch_sizes: of all batches whose gradients are summed together; for tables.
-            is_last: its last backwards make gradients final, which are to be summed.
-            everywhere: all holders get the sums, not only who updates a parameter.
+            batch_sizes: sizes of all batches whose gradients are summed together; for tables.
+            is_last: whether its last backwards make gradients final, which are to be summed.
+            everywhere: whether all holders get the sums, not only those that update a parameter.
         """
         self._everywhere = everywhere
         self._order, self._armed = tuple(order), set()
         finals = self.finals(self._order)
         self._hooked = {name for stage in order for name in finals[stage] if name in self._places}
         for name in self._hooked - self._handles.keys():
-            # One that is frozen now has no gradient, which is known when its stage is done.
+            # A frozen parameter has no gradient, which is known when its stage is done.
             if self._parameters[name].requires_grad:
                 add = self._parameters[name].register_post_accumulate_grad_hook
                 self._handles[name] = add(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
@@ -163,11 +163,11 @@ class Reducer:
         self.after_last(-1)
 
     def before_last(self, stage: int) -> None:
-        """The last backward of a stage begins; see ``Watcher``."""
+        """Note that the last backward of a stage begins; see ``Watcher``."""
         self._armed = set(self.finals(self._order)[stage])
 
     def _accumulated(self, name: str) -> None:
-        """A parameter has a gradient of one more micro-batch."""
+        """Note that a parameter has the gradient of one more micro-batch."""
         if name in self._hooked:
             place = self._places[name]
             place.bucket.hold(place.index)
@@ -175,7 +175,7 @@ class Reducer:
                 self._is_final(name)
 
     def after_last(self, stage: int) -> None:
-        """The last backward of a stage has ended: what had no gradient in it is final as well."""
+        """Note that the last backward of a stage has ended: all its parameters are final now."""
         names = self.finals(self._order)[stage]
         self._hooked.difference_update(names)
         for name in names:
@@ -201,11 +201,11 @@ class Reducer:
             queue.started += 1
 
     def all_gather(self) -> None:
-        """Have the parameters that other ranks have updated; all ranks call it between the same
+        """Receive the parameters that other ranks have updated; all ranks call it between the same
         sums.
 
-        Passes of the next step beside it would make steps shorter by nothing where a device has one
-        stage, which reads what is gathered last, and by less than 1 % where it has several.
+        Overlap with passes of the next step would gain nothing where a device has one stage, which
+        reads the parameters gathered last, and less than 1 % of a step where it has several.
         """
         queues = sorted(self._queues, key=lambda queue: queue.buckets[0].ranks)
         buckets = [bucket for queue in queues for bucket in reversed(queue.buckets)]
@@ -215,7 +215,7 @@ class Reducer:
             finish()
 
     def take_all(self) -> None:
-        """Wait for all sums and make them the gradients; one device read if a bucket needs it."""
+        """Wait for all sums and make them the gradients; reads the device once, or not at all."""
         buckets = (bucket for queue in self._queues for bucket in queue.buckets)
         flags = {bucket: bucket.wait() for bucket in buckets if bucket.is_pending}
         numbers = iter(fetched([part for part in flags.values() if part is not None]))
@@ -248,7 +248,7 @@ def _buckets(
 
 
 def _hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], None]:
-    """For a parameter, which may outlive the reducer."""
+    """Return the hook of a parameter, which may outlive the reducer."""
 
     def accumulated(_: Tensor) -> None:
         if (alive := reducer()) is not None:

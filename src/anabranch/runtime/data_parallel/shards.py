@@ -27,14 +27,14 @@ from anabranch.workload import BY_ELEMENT
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of a parameter that one rank updates; all of them where there is no ``stop``."""
+    """Rows of a parameter that one rank updates; all rows if ``stop`` is None."""
 
     rank: int
     start: int = 0
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of the parameter, or of what has its shape; a view unless that is sparse."""
+        """Return these rows of a tensor of the parameter's shape; a view unless it is sparse."""
         if self.stop is None:
             return tensor
         if tensor.is_sparse:
@@ -42,7 +42,7 @@ class Shard:
         return tensor[self.start : self.stop]
 
     def name(self, parameter: str) -> str:
-        """Name of these rows, which are not all, as a slice of the parameter."""
+        """Return the name of these rows, which are not all, as a slice of the parameter."""
         assert self.stop is not None
         return Slice(parameter, 0, self.start, self.stop).name
 
@@ -52,15 +52,16 @@ Shards = tuple[Shard, ...]
 
 
 _VECTOR = 32
-"""Elements that a processor computes at once, at most."""
+"""Most elements that a processor computes at once."""
 
 
 def shards_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Shards:
-    """Whole rows, for ranks that are to update so many bytes each (``cost.memory.deal``); all where
-    rows do not lie in memory one behind the other (strides are 0 where a rank has no values yet).
+    """Cut a parameter into whole rows, for ranks that are to update so many bytes each
+    (``cost.memory.deal``); one shard has all if rows are not consecutive in memory (strides are 0
+    where a rank has no values yet).
 
-    A shard begins where a vector of the processor does in the whole parameter, since the rounding
-    of elements behind the last full vector is another one (fused Adam on a CPU).
+    A shard begins where a vector of the processor does in the whole parameter, since elements
+    behind the last full vector are rounded in another way (fused Adam on a CPU).
     """
     rows, nbytes = len(parameter) if parameter.dim() else 1, parameter.nbytes
     if parameter.dim() and parameter.stride(0) not in (0, parameter.numel() // max(rows, 1)):
@@ -86,7 +87,8 @@ def replace_parameters(
         parts: parameter -> its parts by their names as slices.
 
     Raises:
-        TrainingError: if it may look at whole parameters, unlike that of all that this rank holds.
+        TrainingError: if it may look at whole parameters, unlike the recipe's optimizer of all
+            parameters that this rank holds.
     """
     if parts and type(optimizer) not in BY_ELEMENT:
         raise TrainingError(
@@ -109,7 +111,7 @@ def replace_parameters(
 
 
 def _cut(name: str, value: Any) -> Any:
-    """A copy of a slice of an optimizer's state; a number, such as of steps, is whole."""
+    """Copy a slice of an optimizer's state; a number, such as of steps, stays whole."""
     if not isinstance(value, Tensor):
         return value
     return (view_named(name, value) if value.dim() else value).clone()

@@ -1,7 +1,7 @@
 """Sparse gradients of embedding tables, which are gathered in place of a dense all-reduce.
 
-Every holder of a table sends all others the rows that it looked up and what they are to change by;
-each adds up what it gets, in the order of the ranks, so all have the same bits::
+Every holder of a table sends all others the rows that it looked up, with their gradients; each adds
+up all that it receives, in the order of the ranks, so all have the same bits::
 
     rank 0   | how many | which rows, room for more | their gradients, room for more |
     rank 1   | how many | which rows, room for more | their gradients, room for more |
@@ -34,7 +34,7 @@ class SharedTable:
 
     Attributes:
         slices: micro-batch size and replicas of the stages that read it.
-        batch_size: the plan's.
+        batch_size: batch size of the plan.
     """
 
     table: LookupTable
@@ -46,12 +46,12 @@ class SharedTable:
         return max(most_samples(batch_size, *size) for size in self.slices)
 
     def rows(self, batch_sizes: Iterable[int]) -> int:
-        """Rows that a holder looks up in batches, at most."""
+        """Return the most rows that a holder looks up in batches of these sizes."""
         return self.table.lookups * sum(map(self.samples, batch_sizes))
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of its part of a message, for the batch of the plan."""
+        """Bytes of the table's part of a message, for the batch of the plan."""
         return message_bytes(self.table, self.samples(self.batch_size))
 
 
@@ -59,7 +59,7 @@ class SparseBucket(Bucket):
     """Rows of tables, with room for as many as a batch looks up.
 
     Args:
-        tables: of ``named``, by name.
+        tables: name of a parameter of ``named`` -> its table.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SparseBucket(Bucket):
         return finish
 
     def wait(self) -> Tensor:
-        """Wait for all rows; return how many of each table, rank by rank, -1 without a gradient."""
+        """Wait for all rows; return each table's count, rank by rank; -1 without a gradient."""
         (pending,) = self._pending
         self._gathered = [self._parts(message) for message in pending.wait()]
         self._pending = []

@@ -40,13 +40,13 @@ class Updates:
     """Updates of one rank's parameters from its gradients.
 
     Attributes:
-        reducer: sums them over the ranks; the ``Watcher`` of this rank's steps.
+        reducer: sums gradients over the ranks; the ``Watcher`` of this rank's steps.
         accumulate: batches that make one update.
-        accumulated: those since the last update.
+        accumulated: batches since the last update.
         is_last: whether an update is due after the batch that was prepared last.
 
     Args:
-        exact: gradients of tied parameters are added in the order of one process, after the step.
+        exact: whether gradients of tied parameters are added as one process would, after the step.
     """
 
     def __init__(self, session: Session, *, accumulate: int, exact: bool) -> None:
@@ -75,8 +75,8 @@ class Updates:
         """Begin a batch.
 
         Args:
-            samples: of all ranks.
-            alone: nothing is accumulated and no update will follow.
+            samples: samples of the batch, over all ranks.
+            alone: whether nothing is accumulated and no update will follow.
         """
         if self._is_open:
             self.drop()  # it was interrupted; half a batch must not count
@@ -96,7 +96,7 @@ class Updates:
         )
 
     def finish(self, worker: Worker, outcome: Outcome) -> None:
-        """After a batch; after the last of an update, ``.grad`` is the mean over its batches."""
+        """End a batch; after the last one of an update, ``.grad`` is the mean over its batches."""
         if self._exact:
             self._fold_tied(outcome.tied, worker.graph.num_microbatches(0))
         self._is_open = False
@@ -148,11 +148,11 @@ class Updates:
         self.advance()
 
     def all_gather(self) -> None:
-        """Have what other ranks have updated; called after an update, also one that some refuse."""
+        """Receive parameters that others have updated; called even if ranks refused an update."""
         if self.is_last:
             self.reducer.all_gather()
             for shard in self._state.shards.values():
-                shard.grad = None  # it was where parameters are now
+                shard.grad = None  # its memory has updated parameters now
 
     @property
     def may_guard(self) -> bool:
@@ -236,7 +236,7 @@ class Updates:
 
 
 def row_tables(session: Session) -> frozenset[str]:
-    """Names of the tables with sparse gradients, if the optimizer takes these alone."""
+    """Return the tables with sparse gradients, if the optimizer takes only sparse ones."""
     if taken_gradients(session.state.optimizer) is not TakenGradients.SPARSE:
         return frozenset()
     parameters = session.captured.graph.parameters
@@ -252,9 +252,9 @@ def make_rows(parameters: Mapping[str, nn.Parameter], tables: Collection[str]) -
 
 
 def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
-    """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
-    are sparse, the optimizers of all holders take them so, and rows are less than the table for
-    the plan's batch, or an optimizer takes nothing else.
+    """Return the tables whose holders exchange rows, the same on all ranks, which all call it:
+    gradients are sparse, the optimizers of all holders take sparse ones, and rows of the plan's
+    batch cost less than the table, or an optimizer takes nothing else.
 
     Args:
         accumulate: batches of an update.

@@ -1,4 +1,4 @@
-"""The protocol of transports; the package says the rules."""
+"""The protocol of transports; the package documents the rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Receipt(Protocol):
     """A receive that has been posted."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are there; raises PeerLostError if they cannot come any more."""
+        """Return the tensors once they have come; raise PeerLostError if they cannot any more."""
 
 
 class Transport(Protocol):
@@ -42,25 +42,25 @@ class Transport(Protocol):
         """Post a receive for the next message of a rank and tag, whose specs both ends know."""
 
     def settle(self) -> None:
-        """Wait, if anything has to, until other ranks can take what was sent without this host;
-        they post their receives meanwhile.
+        """Wait, if needed, until other ranks can receive all sent messages without this host; they
+        post their receives meanwhile.
         """
 
     def flush(self) -> None:
-        """Wait until what was sent arrives even if this rank ends."""
+        """Wait until all sent messages would arrive even if this rank ended."""
 
     def close(self) -> None:
         """Break all connections; a rank that waits for this one finds out."""
 
 
 def listed(specs: Iterable[Spec]) -> str:
-    """Element types and shapes, for a message."""
+    """Return element types and shapes as text."""
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in specs)
 
 
 def guarded(call: Callable[[], T]) -> T:
-    """Call into torch.distributed; raises PeerLostError where a connection broke, which an error of
-    this rank's own GPU is not.
+    """Call into torch.distributed; raise PeerLostError if a connection broke, not for an error of
+    this rank's own GPU.
     """
     try:
         return call()
@@ -73,7 +73,7 @@ def guarded(call: Callable[[], T]) -> T:
 
 
 def lost(error: BaseException) -> PeerLostError:
-    """The error for a connection that broke or stayed silent for too long."""
+    """Return the error for a connection that broke or stayed silent for too long."""
     return PeerLostError(
         f"the connection to another rank broke: {str(error).splitlines()[0][:300]}"
     )

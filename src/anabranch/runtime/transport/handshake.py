@@ -1,26 +1,27 @@
-"""The order in which ranks give their devices the halves of what they do together.
+"""The order in which two ranks give their devices the two halves of a message.
 
 A send is a kernel that spins until the other device has the receive, and the other way round. Any
 call of a host may wait for all that its device has: a kernel that is loaded, memory that is
-allocated or freed. Two hosts that wait in this way for what the other one has not given its device
-yet wait for ever. So a device never waits for a host of a lower rank:
+allocated or freed. Two hosts that wait in this way, each for a half that the other has not given to
+its device yet, wait for ever. So a device never waits for a host of a lower rank:
 
-- The lower rank gives its half first, and only when the higher one has said that its own can follow
-  whenever it looks: a receive has its buffer, a send its tensors.
-- The higher rank gives its half where it looks next, in whatever call, or while it waits.
-- The lower rank gives no half behind another one that may still wait for a host: it hears when one
-  is *closed*, which needs no host any more.
+- The lower rank gives its half first, and only after the higher one has told it that the other half
+  can follow at any time: a receive has its buffer, a send its tensors.
+- The higher rank gives its half as soon as it reads the notice, in any call, or while it waits.
+- The lower rank gives no half behind another one that may still wait for a host: a notice tells it
+  when a half is *closed*, which means that it needs no host any more.
 
 ::
 
     lower     receive posted ------ hears "available": receive, "begun" ---- hears "closed"
     higher    tensors made: "available" ------------ hears "begun": send, "closed"
 
-Thus the device of the highest rank always comes to an end, then that of the one below it. Notices
-travel on the host. Halves of one pair of ranks and direction begin in one order on both.
+Thus the device of the highest rank always comes to an end, then that of the rank below it, and so
+on. Notices travel on the host. Halves of one pair of ranks and direction begin in one order on
+both.
 
-What a half waits for on its own device is all that the compute stream had been given at some place.
-Places count the halves that the compute stream has waited for.
+On its own device a half waits for all that the compute stream had been given up to some place. A
+place is the number of halves that the compute stream has waited for.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Half:
     """This rank's half of a message.
 
     Attributes:
-        place: of the compute stream, behind which it begins.
+        place: place of the compute stream, behind which it begins.
         is_given: whether the device has it.
-        is_closed: whether it comes to an end without any host.
+        is_closed: whether it comes to an end without any action of a host.
     """
 
     channel: Channel
@@ -56,8 +57,8 @@ class Half:
 
 @dataclass(slots=True)
 class _Line:
-    """Halves of a channel that the device has not been given, how many the higher rank has said to
-    be available, and those given first that are not closed.
+    """Halves of a channel that are not on the device yet; the number that the higher rank has told
+    to be available; and halves that were given first and are not closed.
     """
 
     halves: deque[Half] = field(default_factory=deque)
@@ -71,8 +72,8 @@ class Handshake:
     def __init__(self, rank: int, notices: HostNotices, timeout: float) -> None:
         self._rank, self._notices, self._timeout = rank, notices, timeout
         self._lines: defaultdict[Channel, _Line] = defaultdict(_Line)
-        self._joined: deque[Half] = deque()  # those from the first that is not closed
-        self._num_closed = 0  # places before it
+        self._joined: deque[Half] = deque()  # from the first that is not closed on
+        self._num_closed = 0  # joined halves before it
         self._open: list[Half] = []  # given second, behind a place that is not closed
         self._holds = False
         self._here: Counter[tuple[int, int]] = Counter()
@@ -89,7 +90,7 @@ class Handshake:
         self._advance()
 
     def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
-        """Have this rank's half of a channel's next message given to the device, now or later."""
+        """Give the device this rank's half of a channel's next message, now or later."""
         half = Half(channel, give, place)
         self._lines[channel].halves.append(half)
         if self._rank > self._peer(channel):
@@ -100,7 +101,7 @@ class Handshake:
         return half
 
     def progress(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> None:
-        """Do what other ranks wait for; wait up to ``wait_s`` for something, from ``ranks``."""
+        """Act on the notices of other ranks; see ``HostNotices.heard``."""
         for notice in self._notices.heard(wait_s, ranks):
             if notice.word is Word.HERE:
                 self._here[notice.rank, notice.number] += 1
@@ -122,7 +123,7 @@ class Handshake:
                 self._advance()
 
     def _begin(self, channel: Channel) -> None:
-        """Give the device those first halves that may begin."""
+        """Give the device the first halves of a channel, as far as they may begin."""
         line = self._lines[channel]
         while line.available and line.halves and not self._holds:
             half = line.halves[0]
@@ -140,7 +141,7 @@ class Handshake:
         half.is_given = True
 
     def _advance(self) -> None:
-        """Find what is closed by now, and what can follow it."""
+        """Find the halves that are closed by now, and begin those that can follow."""
         before = self._num_closed
         while True:
             while self._joined and self._joined[0].is_closed:
@@ -162,7 +163,7 @@ class Handshake:
                 self._begin(channel)
 
     def wait_for(self, waited: Callable[[], Collection[int]]) -> None:
-        """Wait until there are no ranks to be waited for, doing what others wait for."""
+        """Wait until ``waited`` returns no ranks, and act on notices meanwhile."""
         self.progress()
         deadline = time.monotonic() + self._timeout
         with POSITION.waiting():
@@ -179,8 +180,8 @@ class Handshake:
 
     @contextmanager
     def meeting(self, ranks: tuple[int, ...], number: int) -> Iterator[None]:
-        """Wait until all ranks of a set have come here and all that their devices have is closed;
-        inside, the device may be given what all of them do together.
+        """Wait until all ranks of a set have come here and all halves on their devices are closed;
+        inside, the device may be given collectives of the set.
         """
         self._gather(ranks, 2 * number)
         self._holds = True
@@ -200,7 +201,7 @@ class Handshake:
 
     def settle(self) -> None:
         """Wait until no other rank waits for this host: the device has all sends, and others know
-        what is closed.
+        which halves are closed.
         """
         own = self._rank
         self.wait_for(lambda: self._peers(lambda c, line: c.sender == own and line.halves))

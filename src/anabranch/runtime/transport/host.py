@@ -38,7 +38,8 @@ from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpa
 class HostTransport:
     """Messages through shared memory to and from ranks of the same host.
 
-    A received tensor may lie in the sender's segment, reused when it is gone; it may be written to.
+    A received tensor may lie in the sender's segment, whose block is reused when the tensor is
+    gone; the receiver may write to it.
 
     Attributes:
         otherwise: takes messages to and from ranks of other hosts; closed with this one.
@@ -84,7 +85,7 @@ class HostTransport:
         one up to ``wait_s``.
 
         Args:
-            ranks: those whose end is an error when nothing has come.
+            ranks: ranks whose end is an error if nothing has come.
 
         Raises:
             PeerLostError: if one of them has ended.
@@ -158,8 +159,8 @@ class _Awaited:
 
 
 class _PeerConnection:
-    """All messages to and from one other rank, by their tags: those that have come and nobody has
-    asked for, and receives that nothing has come for.
+    """Messages to and from one other rank, by their tags: messages that came before their receive,
+    and receives whose message has not come yet.
     """
 
     def __init__(self, rank: int, peer: Peer, timeout: float) -> None:
@@ -167,7 +168,7 @@ class _PeerConnection:
         self._rank, self._timeout = rank, timeout
         self._poll = select.poll()
         self._poll.register(peer.wakes, select.POLLIN)
-        self._poll.register(peer.socket, 0)  # its end shows in any case
+        self._poll.register(peer.socket, 0)  # poll reports its end in any case
         self._arrived: defaultdict[int, deque[tuple[Record, memoryview]]] = defaultdict(deque)
         self._posted: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
 
@@ -201,7 +202,7 @@ class _PeerConnection:
         return taken
 
     def _sleep(self) -> str:
-        """Sleep until the peer has sent something; say why that will not happen any more."""
+        """Sleep until the peer has sent something; return why it will not any more, or nothing."""
         wakes = self.peer.wakes
         if wakes.closed:
             return "this rank has broken it"

@@ -1,15 +1,15 @@
 """Connections between ranks of one host, made without waiting for one that cannot.
 
-Everybody says in a small collective which host it is on and where it listens (a socket in the
-abstract namespace of Linux). Then, in steps that end with a collective each::
+In a small collective each rank tells its host and where it listens (a socket in the abstract
+namespace of Linux). Then, in steps that end with a collective each::
 
     connect to lower ranks of the host             | collective |
     accept those of higher ranks, say hello to all | collective |
     read their hellos                              | collective | compare
 
-A hello has the descriptors of the segment and of an event that wakes who says it, and where the
-messages to this peer begin. Two ranks are connected if both say so; otherwise (another host or
-user, no descriptors left) they talk in some other way.
+A hello has the descriptors of the sender's segment and of an event that wakes the sender, and the
+block where its messages to this peer begin. Two ranks are connected if both say so; otherwise
+(another host or user, no descriptors left) they use another transport.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anabranch.device.host import host
 from anabranch.runtime.transport.memory import BlockAddress, Reader, Segment, Window, Writer
 
 Exchange = Callable[[bytes], list[bytes]]
-"""A collective: everybody's bytes, of one length, by rank."""
+"""Collective that returns the bytes of every rank, of one length, by rank."""
 
 _HOST_BYTES, _NAME_BYTES = 32, 16
 """Sizes of the first message of a rank: a digest of its host, and a random name to listen under."""
@@ -47,7 +47,7 @@ class Event(FileIO):
         super().__init__(file, "r+")
 
     def set(self) -> None:
-        """Wake who waits, now or next."""
+        """Wake the process that waits for it, now or later."""
         os.eventfd_write(self.fileno(), 1)
 
     def clear(self) -> None:
@@ -56,7 +56,7 @@ class Event(FileIO):
 
 @dataclass
 class Peer:
-    """One rank of this host, and what leads to it.
+    """One rank of this host, and the connection to it.
 
     Attributes:
         socket: carries nothing; the kernel closes it when the peer ends.
@@ -117,7 +117,7 @@ def meet(rank: int, exchange: Exchange) -> tuple[Segment | None, dict[int, Peer]
 
 
 def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:
-    """Open this rank's memory, and listen under a name; nothing where one of both cannot be."""
+    """Open this rank's memory, and listen under a name; None for both if either fails."""
     if sys.platform != "linux":
         return None, None
     try:
@@ -136,7 +136,9 @@ def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:
 
 
 def _host_digest() -> bytes:
-    """Host, network namespace and user of ranks that can share memory; zeros if not known."""
+    """Digest host, network namespace and user, which ranks that share memory have in common; zeros
+    if they are not known.
+    """
     try:
         namespace = os.stat("/proc/self/ns/net").st_ino
     except OSError:
@@ -173,7 +175,7 @@ def _accepted(listener: socket.socket) -> list[socket.socket]:
 
 
 def _say_hello(end: socket.socket, rank: int, segment: Segment) -> tuple[Writer, Event]:
-    """Tell a peer of this rank; OSError if it is of another user, or gone."""
+    """Send a peer this rank's hello; raise OSError if it is of another user, or gone."""
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(raw)[1] != os.getuid():
         raise PermissionError("a connection of another user")
@@ -185,7 +187,7 @@ def _say_hello(end: socket.socket, rank: int, segment: Segment) -> tuple[Writer,
 
 
 def _hear_hello(end: socket.socket) -> tuple[int, Window, Reader, Event]:
-    """Receive the hello of a peer; OSError if there is none."""
+    """Receive the hello of a peer; raise OSError if there is none."""
     hello, files, _, _ = socket.recv_fds(end, _HELLO.size, 2)
     if len(hello) != _HELLO.size or len(files) != 2:
         for file in files:

@@ -41,7 +41,7 @@ _FLAGS_BYTES = mmap.PAGESIZE
 """A page at the start of a chunk, of which each block's flag is one byte."""
 
 _MOST_BLOCKS = 64
-"""Blocks of a chunk, at most; where more are taken, further chunks follow."""
+"""Most blocks of a chunk; where more are taken, further chunks follow."""
 
 _IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
@@ -89,7 +89,7 @@ class Chunk:
         return _FLAGS_BYTES + index * self.block_bytes
 
     def take(self) -> int:
-        """The lowest free block, now taken; -1 if there is none."""
+        """Take the lowest free block, and return its index; -1 if there is none."""
         index = self._map.find(b"\0", 0, self.num_blocks)
         if index >= 0:
             fence()
@@ -103,7 +103,7 @@ class Chunk:
         self._flags[index] = 0
 
     def lend(self, index: int, nbytes: int) -> memoryview:
-        """The first bytes of a block, which is free as soon as nothing refers to the result."""
+        """Return the first bytes of a block, which is freed once nothing refers to the result."""
         start = self.start(index)
         view = self.memory[start : start + nbytes]
         hold = _Hold(view, _let_go)
@@ -112,7 +112,7 @@ class Chunk:
         return view
 
     def disown(self) -> None:
-        """In a fork of the process that has the blocks: change nothing for the other end."""
+        """Change no flags from now on; called in a fork of the process that has the blocks."""
         self._flags = memoryview(bytearray(_FLAGS_BYTES))
 
 
@@ -130,7 +130,7 @@ def _let_go(hold: weakref.ref[memoryview]) -> None:
 
 
 def chunk_bytes(block_bytes: int, num_blocks: int) -> int:
-    """Length of a chunk in its segment."""
+    """Return the bytes of a chunk in its segment."""
     return _FLAGS_BYTES + num_blocks * block_bytes
 
 
@@ -143,7 +143,7 @@ class Segment:
         self._chunks: dict[int, list[Chunk]] = {}
 
     def take(self, nbytes: int) -> tuple[Chunk, int]:
-        """A block of at least that size, as its chunk and its index there."""
+        """Take a block of at least ``nbytes``; return its chunk and its index there."""
         block_bytes = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
         chunks = self._chunks.setdefault(block_bytes, [])
         for chunk in chunks:
@@ -159,7 +159,7 @@ class Segment:
         return chunk, chunk.take()
 
     def close(self) -> None:
-        """Let go of the file; what others have of it stays."""
+        """Close the file; memory that other processes have mapped stays."""
         os.close(self.file)
         self.file = -1
 
@@ -183,20 +183,20 @@ class Window:
             chunk.disown()
 
     def close(self) -> None:
-        """Let go of the file; tensors that are there stay valid."""
+        """Close the file; tensors on its memory stay valid."""
         os.close(self._file)
         self._file = -1
 
 
 _BLOCK_BYTES = 1 << 16
-"""Bytes of the head of a block of the log."""
+"""Bytes of a block of the log."""
 
 _RECORD = struct.Struct("<qqIIqqII")
 
 
 class Record(NamedTuple):
-    """One message as the log has it: ``place`` is its block, ``nbytes`` its size with gaps;
-    ``num_tensors`` 0 marks the way to the next block of the log.
+    """Record of one message in the log: ``place`` is its block, ``nbytes`` its size with gaps;
+    ``num_tensors`` 0 marks the link to the next block of the log.
     """
 
     tag: int
@@ -207,7 +207,7 @@ class Record(NamedTuple):
 
 
 class Writer:
-    """The writer of a log; ``begin`` are the blocks of counter and log, for the reader."""
+    """The writer of a log; ``begin`` has the first blocks of counter and log, for the reader."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -221,11 +221,11 @@ class Writer:
 
     def _enter(self, index: int) -> None:
         self._position = self._chunk.start(index)
-        # The way to the next block must always fit.
+        # The link to the next block must always fit.
         self._end = self._position + _BLOCK_BYTES - _RECORD.size
 
     def write(self, record: Record) -> None:
-        """Show a message, whose numbers are in place, to the reader."""
+        """Show the reader a message, which lies in its block already."""
         if self._position + _RECORD.size > self._end:
             chunk, index = self._segment.take(_BLOCK_BYTES)
             self._put(Record(0, 0, 0, 0, chunk.place(index)))
@@ -257,7 +257,7 @@ class Reader:
         self._position = self._chunk.start(place.block)
 
     def read(self) -> list[tuple[Record, memoryview]]:
-        """New records with the bytes of their messages; a block belongs to who has the bytes."""
+        """Return new records with the bytes of their messages, each a block in use while held."""
         written = self._counter[0]
         fence()
         result: list[tuple[Record, memoryview]] = []

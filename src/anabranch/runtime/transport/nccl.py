@@ -1,8 +1,8 @@
 """Messages between ranks with a GPU each, through NCCL.
 
 NCCL has no tags, and operations on one communicator run in the order in which each end started
-them. There is one communicator for each ordered pair of ranks, and ``handshake`` says in which
-order, and when, its two ends are given their halves. The tensors of one message are one NCCL group.
+them. There is one communicator for each ordered pair of ranks, and ``handshake`` decides in which
+order, and when, devices get its two halves. The tensors of one message are one NCCL group.
 All communicators are made and used once at the start, in one order for the whole run, because the
 first use waits for the other end.
 
@@ -46,7 +46,7 @@ Pair = tuple[int, int]
 """A sender and a receiver."""
 
 _SENDS_AHEAD = 2
-"""Sends of a channel that the compute stream lets run on, with the memory of their tensors."""
+"""Sends of a channel for which the compute stream does not wait yet; their tensors stay."""
 
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class GpuWire:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """Bytes on the device, and the place of the compute stream behind their last readers."""
+    """Bytes on the device, and the fence on the compute stream behind their last readers."""
 
     storage: torch.UntypedStorage
     fence: Any
@@ -123,15 +123,15 @@ class Buffers:
     at once, with those posted: micro-batches in flight, and one more. The allocator of the device
     never gets them back, so it need not know of the streams that fill them.
 
-    The host is ahead of its device: a buffer that nobody holds any more may still be read by what
-    the device has been given. So it is filled again behind a fence, the place that the compute
-    stream had reached by then.
+    The host is ahead of its device: a buffer that nobody holds any more may still be read by work
+    that the device has queued. So it is filled again behind a fence, which follows all that the
+    compute stream had been given by then.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: bytes of all buffers.
 
     Args:
-        fence: marks the place behind all that the compute stream has been given.
+        fence: marks the end of all that the compute stream has been given.
     """
 
     def __init__(self, place: torch.device, fence: Callable[[], Any]) -> None:
@@ -170,11 +170,11 @@ class Buffers:
                 "recomputation or for more devices"
             ) from error
         self.nbytes += nbytes
-        # Memory that was another tensor's may still be read by what the device has been given.
+        # Queued work of the device may still read this memory for an earlier tensor.
         return _Buffer(made.untyped_storage(), self._fence())
 
     def sweep(self) -> None:
-        """Find buffers that nobody holds any more."""
+        """Mark buffers as free that nobody holds any more."""
         fence = None
         for pool in self._pools.values():
             for buffer in pool:
@@ -239,8 +239,8 @@ class NcclTransport:
         self._let_go(channel)
 
     def _let_go(self, channel: Channel) -> None:
-        """Drop tensors that have been sent. The device runs behind the host; the compute stream
-        waits for older sends rather than that their memory waits for the host.
+        """Drop tensors that have been sent. The device runs behind the host: the compute stream
+        waits for older sends, so that their memory can be used again without the host.
         """
         sent = self._sent[channel]
         while (len(sent) > _SENDS_AHEAD and sent[0].half.is_given) or (sent and sent[0].is_done):
@@ -281,7 +281,7 @@ class NcclTransport:
 
 
 class Fence(NamedTuple):
-    """A place of the compute stream: for the device, and for the hosts."""
+    """A place of the compute stream: ``event`` for the device, ``place`` for the hosts."""
 
     number: int
     event: Any
@@ -289,7 +289,7 @@ class Fence(NamedTuple):
 
 
 class _Send:
-    """Tensors until they are sent."""
+    """Tensors of a message, until they are sent."""
 
     __slots__ = ("_made", "_tensors", "_wire", "half", "works")
     half: Half

@@ -1,7 +1,7 @@
-"""Notices between ranks, of one host through its shared memory, of several through Gloo as well.
+"""Notices between ranks: on one host through shared memory, between hosts through Gloo.
 
-Gloo gives nobody a message that he does not wait for, so a thread waits for those of other hosts,
-from whatever rank, and wakes who waits here.
+Gloo delivers a message only to a receive that waits for it, so a thread waits for notices of other
+hosts, from any rank, and wakes the caller that waits here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
 
 _TAG = 1 << 30
-"""Of notices, beside other messages of a transport."""
+"""Tag of notices, beside other messages of a transport."""
 
 _RECORD = struct.Struct("<qqq")
 
@@ -38,7 +38,7 @@ class Word(IntEnum):
 
 
 class Notice(NamedTuple):
-    """A few numbers of one rank for another: ``number`` is a tag, or that of a set of ranks."""
+    """A few numbers of one rank for another: ``number`` is a tag, or the number of a rank set."""
 
     rank: int
     word: Word
@@ -47,12 +47,12 @@ class Notice(NamedTuple):
 
 
 class HostNotices:
-    """Notices through the transports of the host; those of one rank come in the order of their
-    telling.
+    """Notices through the transports of the host; those of one rank arrive in the order in which
+    they were sent.
 
     Args:
-        near: to ranks of this host, and otherwise ``far``; None if there are none.
-        far: to ranks of other hosts, for nothing else; None if there are none.
+        near: transport to ranks of this host, and through ``far`` to others; None without any.
+        far: transport to ranks of other hosts, for notices alone; None without any.
     """
 
     def __init__(self, near: HostTransport | None, far: ProcessGroupTransport | None) -> None:
@@ -62,7 +62,7 @@ class HostNotices:
             threading.Thread(target=self._listen, name="anabranch notices", daemon=True).start()
 
     def tell(self, rank: int, notice: Notice) -> None:
-        """Tell another rank, without waiting; ``notice.rank`` is this one's."""
+        """Send a notice to another rank, without waiting; ``notice.rank`` is this one's."""
         packed = _RECORD.pack(notice.word, notice.number, notice.from_sender)
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         transport = self._near or self._far
@@ -70,10 +70,10 @@ class HostNotices:
         transport.send([message], rank, _TAG)
 
     def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
-        """Return what has come; wait for something if ``wait_s`` is not 0.
+        """Return the notices that have come; wait up to ``wait_s`` for one.
 
         Raises:
-            PeerLostError: if nothing has come and one of some ranks has ended.
+            PeerLostError: if nothing has come and one of ``ranks`` has ended.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -99,7 +99,7 @@ class HostNotices:
             except queue.Empty:
                 break
             if isinstance(notice, BaseException):
-                self._from_far.put(notice)  # for whoever looks next
+                self._from_far.put(notice)  # for the next call
                 if notices:
                     break
                 raise notice

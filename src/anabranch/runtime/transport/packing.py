@@ -1,7 +1,7 @@
 """Tensors of a message side by side in one piece of memory, aligned as torch would have them.
 
-The receiver makes a tensor of its own of each, not a view of one: autograd takes a change in place
-for a change of all views.
+The receiver makes separate tensors, not views of one: autograd takes a change in place for a change
+of all views.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from anabranch.runtime.transport.base import Spec, listed
 
 ALIGNMENT = 64
-"""Of tensors, as torch aligns its own: some kernels give other bits elsewhere."""
+"""Alignment of tensors in bytes, which is torch's own: some kernels give other bits elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Packing:
 
 
 def aligned(nbytes: int) -> int:
-    """The next place where a tensor may begin."""
+    """Return the next offset, from a number of bytes on, at which a tensor may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -70,7 +70,7 @@ def pack(tensors: Sequence[Tensor], packing: Packing, memory: memoryview, addres
 
 
 def unpack(packing: Packing, data: memoryview) -> list[Tensor]:
-    """Tensors on top of the memory, which they keep and may write to."""
+    """Return tensors on top of the memory, which they keep alive and may write to."""
     return [
         torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
         if size

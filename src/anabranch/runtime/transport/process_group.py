@@ -32,7 +32,7 @@ class ProcessGroupTransport:
     """Messages through a Gloo process group.
 
     Attributes:
-        group: None when the transport has been closed.
+        group: the process group; None when the transport has been closed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -60,7 +60,7 @@ class ProcessGroupTransport:
         packing = packing_of(tuple(specs))
         data = torch.empty(packing.nbytes, dtype=torch.uint8)
         work = None
-        if packing.nbytes:  # what has no elements does not travel
+        if packing.nbytes:  # tensors without elements do not travel
             work = guarded(partial(dist.irecv, data, rank, group=self.group, tag=tag))
             assert work is not None
         return _Posted(work, data, packing, device, self._timeout)
@@ -82,7 +82,7 @@ class ProcessGroupTransport:
 
 
 class _Reaper:
-    """Waits for sends in a thread: Gloo frees a send only for who waits for it."""
+    """Thread that waits for sends, as Gloo frees a send only when somebody waits for it."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
