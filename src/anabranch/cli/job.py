@@ -163,8 +163,8 @@ class Job:
         Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
         """
         assert self.plan is not None
-        if "WORLD_SIZE" in os.environ:
-            return int(os.environ["WORLD_SIZE"])
+        if (ranks := torchrun.num_ranks()) is not None:
+            return ranks
         planned = len(self.plan.stage_graph.devices)
         if self.device == CPU:
             return planned

@@ -24,6 +24,12 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def num_ranks() -> int | None:
+    """Ranks that torchrun has started, on all hosts; None without it."""
+    size = os.environ.get("WORLD_SIZE")
+    return None if size is None else int(size)
+
+
 def is_restarted() -> bool:
     """True if torchrun has started the ranks again."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
