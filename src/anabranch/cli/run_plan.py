@@ -1,4 +1,4 @@
-"""The plan of a run: that of a file, or the best found now; as it will be executed."""
+"""The plan of a run, from a file or from a search, as it will be executed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def run_plan(
     flush: FlushSettings,
     compute: ComputeSettings,
 ) -> tuple[Plan, WeightPolicy | str | None]:
-    """Plan the job if it has no plan; the plan as it will be executed, and another policy for it.
+    """Plan the job if it has no plan; return the plan as it will be executed, and a policy for it
+    other than the plan's, or None.
 
-    What cannot run is refused as early as it is known.
+    Whatever cannot run is refused as early as possible.
     """
     from anabranch.runtime.optimizer_facts import require_recipe_updates
 

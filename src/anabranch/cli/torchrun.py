@@ -35,7 +35,7 @@ def is_restarted() -> bool:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from anabranch.runtime.process_groups import join
 
-        join()  # which tells all ranks the same
+        join()  # after which all ranks have the same count
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -44,7 +44,7 @@ def begin_surviving() -> int | None:
     ends all that it has started when one of them dies. The others have nothing to do, and end.
 
     Returns:
-        How many ranks there are to be; None without torchrun.
+        Number of ranks that the parent is to start; None without torchrun.
     """
     size = os.environ.get("WORLD_SIZE")
     if not is_rank() or size is None:

@@ -32,7 +32,7 @@ class AttributesRead:
     """Attributes that the forward of a module reads and does not change itself.
 
     Args:
-        module: the user's.
+        module: the user's module.
         traced: the module whose forward is traced, the same or a copy.
     """
 
@@ -45,7 +45,7 @@ class AttributesRead:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, reads of attributes of the traced module's parts are noted."""
+        """Note reads of attributes of the traced module's parts inside the block."""
         paths = {id(vars(part)): path for path, part in self._traced.named_modules()}
         first: dict[tuple[str, str], Any] = {}
 
@@ -60,7 +60,7 @@ class AttributesRead:
         def assign(part: Any, name: str, value: Any) -> None:
             set_plainly(part, name, value)
             path = paths.get(id(object.__getattribute__(part, "__dict__")))
-            if path is not None:  # what the forward itself has made is no older value
+            if path is not None:  # a value that the forward itself has made is no older one
                 first.setdefault((path, name), _NOTHING)
 
         set_plainly = nn.Module.__setattr__
@@ -79,7 +79,7 @@ class AttributesRead:
             del self._kept[changed]
 
     def changed(self) -> list[str]:
-        """Attributes that are other ones than when the forward was traced, as text."""
+        """Return the attributes that have changed since the forward was traced, as text."""
         entries, same = _entries(self._module), set[int]()
         known = self._entries = self._entries or entries
         texts = [n for n in {**known, **entries} if known.get(n) is not entries.get(n)]
@@ -99,7 +99,7 @@ class AttributesRead:
         return texts
 
     def changed_buffers(self) -> list[str]:
-        """Names of the buffers that would send the forward another way than when it was traced."""
+        """Return the kept buffers whose values differ from those in the trace, by name."""
         names = []
         for name, (kept, before) in self.buffers.items():
             now = self._module.get_buffer(name)
@@ -112,14 +112,14 @@ class AttributesRead:
         return names
 
     def keep_buffers(self, names: Iterable[str]) -> None:
-        """Compare these buffers, whose values decide which way the forward goes."""
+        """Compare these buffers from now on, as their values decide between branches."""
         first = {id(buffer): name for name, buffer in self._module.named_buffers()}
         for now in map(self._module.get_buffer, names):
             name = first[id(now)]
             self.buffers[name] = now.detach().clone(), _snapshot(now)
 
     def accept(self) -> None:
-        """Take the attributes as they are now: what a call of the forward has changed."""
+        """Take the attributes as they are now, after a call of the forward has changed some."""
         self._entries = _entries(self._module)
         for (path, name), (part, _, _) in list(self._kept.items()):
             if name != "training":
@@ -141,7 +141,7 @@ def _entries(module: nn.Module) -> dict[str, nn.Module | torch.Tensor | None]:
 
 
 def _is_value(part: nn.Module, name: str, value: Any) -> bool:
-    """True for what is kept in a module or its class, neither method nor part of the model."""
+    """True for an attribute of a module or its class that is no method and no part of the model."""
     if isinstance(value, nn.Module | nn.Parameter) or callable(value):
         return False
     kept = object.__getattribute__(part, "__dict__").get(name, _NOTHING)
@@ -149,7 +149,7 @@ def _is_value(part: nn.Module, name: str, value: Any) -> bool:
 
 
 def _snapshot(value: Any, depth: int = 0) -> Any:
-    """Key by which equal values are told: identity and version of tensors, entries of lists."""
+    """Return a key, equal for equal values: identity and version of tensors, entries of lists."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, nn.Parameter):  # in a list; every step changes it, and it is read anew

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """``Precision`` -> element type of autocast."""
 _CAST_VIEWS = _aten.einsum, _aten.scaled_dot_product_attention
-"""Operations in half precision that cast views of what they read, or by themselves as well."""
+"""Operations that cast views of their inputs to half precision, or cast by themselves as well."""
 _CAST_OPERATIONS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
 
 
@@ -37,8 +37,8 @@ class AutocastRegion:
 
     Attributes:
         device_type, dtype: its arguments.
-        cast_parameters: (parameter, type, operator) -> the call that casts it, once for all calls;
-            for those of one operator where operators are known.
+        cast_parameters: (parameter, type, operator) -> the call that casts it, shared by all calls
+            that read it, or by those of one operator where operators are known.
     """
 
     device_type: str
@@ -47,9 +47,9 @@ class AutocastRegion:
     _known: dict[str, Sequence[torch.dtype | None] | None] = field(default_factory=dict)
 
     def casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
-        """Types to which autocast casts arguments of a call; None where it casts inside of it.
+        """Return types to which autocast casts arguments of a call; None if it casts inside it.
 
-        They depend on types alone, so calls that have these alike are asked about once.
+        They depend on the types of arguments alone, so each combination is tried once.
         """
         if getattr(target, "_schema", None) is None or target.overloadpacket in _CAST_OPERATIONS:
             return {}
@@ -85,7 +85,7 @@ class AutocastRegion:
 
         values, options = fx.map_arg((args, kwargs), like)
         options = tree_map_only(torch.device, lambda _: torch.device(self.device_type), options)
-        # Enabled inside of it, as it asks for the device where it is enabled from the first.
+        # Enabled inside the block only: an autocast that begins enabled asks for the device.
         autocast = torch.autocast(self.device_type, self.dtype, enabled=False, cache_enabled=False)
         with torch.no_grad(), autocast, _CastRecorder() as casts:
             torch.set_autocast_enabled(self.device_type, True)
@@ -103,7 +103,7 @@ class AutocastRegion:
         try:
             with torch.no_grad(), _CastRecorder() as others:  # that the operation makes by itself
                 again = target(*values, **options)
-        except RuntimeError:  # it was not all of them
+        except RuntimeError:  # some casts were not recorded
             return None
         inside, own = (
             sum(id(tensor) not in node_of for tensor, _ in recorder.made)

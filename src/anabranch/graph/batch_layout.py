@@ -24,9 +24,9 @@ class BatchLayout:
     """An example of a batch, flattened, and how it is nested.
 
     Attributes:
-        names: of the tensors, by their path in the batch.
-        positions: of the tensors among the leaves.
-        leaves: tensors and whatever else the example holds.
+        names: names of the tensors, by their paths in the batch.
+        positions: positions of the tensors among the leaves.
+        leaves: tensors and other entries of the example.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class BatchLayout:
 
     @staticmethod
     def of(example: Batch) -> BatchLayout:
-        """The layout of batches like an example; CaptureError for one without samples."""
+        """Return the layout of batches like an example; raise CaptureError without samples."""
         paths, spec = pytree.tree_flatten_with_path(example)
         leaves = tuple(leaf for _, leaf in paths)
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -82,18 +82,18 @@ class BatchLayout:
         return tuple(shape for shape, _ in self.types.values())
 
     def text(self, *, unlike: BatchLayout | None = None) -> str:
-        """Tensors of a batch with their types, those of them that differ from another layout's."""
+        """Return the tensors with their types as text, only those that differ from ``unlike``."""
         types = self.types.items()
         changed = [item for item in types if unlike is None or item not in unlike.types.items()]
         return ", ".join(f"{name} {type_text(*kind)}" for name, kind in changed)
 
     def packed(self, batch: Batch) -> Batch:
-        """A batch as the workload's data has it, where a user's own may have rows of samples."""
+        """Return a batch as the workload's data has it; a user's own may have rows of samples."""
         packing = self.spec.context[1] if self.spec.type is PackedBatch else None
         return packing.packed(batch) if isinstance(packing, Rows) else batch
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The tensors of a batch by name; ValueError if it is built otherwise than the example."""
+        """Return the tensors of a batch by name; ValueError if it is not built as the example."""
         batch = self.packed(batch)
         paths, _ = pytree.tree_flatten_with_path(batch)
         tensors = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
@@ -110,7 +110,7 @@ class BatchLayout:
         return tensors
 
     def changed_values(self, batch: Batch) -> list[str]:
-        """Entries of a batch that are not tensors and differ from those of the example, as text."""
+        """Return entries other than tensors that differ from those of the example, as text."""
         if len(self.positions) == len(self.leaves):
             return []
         paths, _ = pytree.tree_flatten_with_path(batch)
@@ -127,14 +127,14 @@ class BatchLayout:
         return int(self.leaves[self.positions[0]].shape[0])
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Batch:
-        """A batch of these tensors, nested as the example."""
+        """Return a batch of these tensors, nested as the example."""
         leaves = list(self.leaves)
         for i, value in zip(self.positions, tensors, strict=True):
             leaves[i] = value
         return pytree.tree_unflatten(leaves, self.spec)
 
     def resized(self, samples: int, device: torch.device | None) -> list[torch.Tensor]:
-        """The example's tensors with that many samples, repeated as needed."""
+        """Return the example's tensors with that many samples, repeated as needed."""
         rows = torch.arange(samples) % self.samples
         result = []
         for i in self.positions:
@@ -189,7 +189,7 @@ def sizes_of(tensors: Mapping[str, torch.Tensor]) -> Sizes:
 
 
 def type_text(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """``[samples, 64] int64``."""
+    """Return shape and type as text, such as ``[samples, 64] int64``."""
     return f"[{', '.join(['samples', *map(str, shape)])}] {str(dtype).removeprefix('torch.')}"
 
 

@@ -1,8 +1,8 @@
-"""Traits of calls that decide how they are grouped: weight, dependence, who may be sent them.
+"""Traits of calls that decide how they are grouped: weight, dependence, whether they can be sent.
 
 A tower that has the frames of all samples in one dimension, or two views of every sample joined by
-``torch.cat``, makes values that slices of the samples do not cut. Where another module reads such a
-value, it can be sent as a view that they do (``split``).
+``torch.cat``, makes values without a dimension for the samples alone. Where another module reads
+such a value, it can be sent as a view with such a dimension (``split``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class SampleAxis:
     trouble: str = ""
 
     def is_folded(self, shape: Sequence[int], samples: int) -> bool:
-        """True where they share their dimension of a shape with something else."""
+        """True if the samples share their dimension of a shape with something else."""
         return shape[self.dim] != samples
 
     def parts(self, shape: Sequence[int], samples: int) -> list[int]:
-        """Sizes outside of the samples, of them, and inside, in their dimension of a shape."""
+        """Return the sizes ``[outer, samples, inner]`` that make the samples' dimension."""
         return [shape[self.dim] // (samples * self.inner), samples, self.inner]
 
 
@@ -49,7 +49,7 @@ def base_name(node: fx.Node) -> str:
 
 
 def keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[flat_program.CallKey, fx.Node]]:
-    """Calls of a program with their keys."""
+    """Generate the calls of a program with their keys."""
     count = Counter[tuple[str, str]]()
     for node in calls:
         kind = flat_program.frame(node), base_name(node)
@@ -77,7 +77,7 @@ def node_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def value_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs of a call whose entries its value depends on, each as often as the call reads it."""
+    """Return the inputs on whose entries a call's value depends, each as often as it is read."""
     inputs = node_arguments(node)
     if base_name(node) in LIKE:
         return inputs[:1]
@@ -85,7 +85,7 @@ def value_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, in order, with defaults; none where none are declared."""
+    """Return all arguments of a call by name, in order, with defaults where a schema has them."""
     schema = getattr(node.target, "_schema", None)
     declared = schema.arguments if schema is not None else ()
     values = {argument.name: argument.default_value for argument in declared}
@@ -94,14 +94,14 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def inputs_of(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as those in order and those by keyword."""
+    """Split arguments by name into positional ones and those by keyword."""
     declared = target._schema.arguments
     in_order = tuple(options[a.name] for a in declared if not a.kwarg_only)
     return in_order, {a.name: options[a.name] for a in declared if a.kwarg_only}
 
 
 def with_tensor(call: fx.Node, argument: str) -> Any:
-    """The overload of a call's operation that takes a tensor for a number; None without one."""
+    """Return the overload of a call's operation that takes a tensor for a number, or None."""
     packet, options = getattr(call.target, "overloadpacket", None), arguments(call)
     present = {name: value for name, value in options.items() if value is not None}
     is_tensor = {name: isinstance(v, fx.Node) or name == argument for name, v in present.items()}
@@ -120,7 +120,7 @@ def is_size(node: fx.Node, argument: str) -> bool:
 
 
 def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) -> int | None:
-    """The samples' dimension or None; the values are those for both ``sizes``.
+    """Return the dimension of the samples, or None; the values are for both numbers of samples.
 
     Raises:
         ValueError: if samples are folded, occur in several dimensions, or the size depends on data.
@@ -144,7 +144,7 @@ def has_classes(node: fx.Node) -> bool:
 
 
 def dims_along(node: fx.Node, rank: int) -> list[int]:
-    """The dimensions that an operation is along; all of them where it names none."""
+    """Return the dimensions along which an operation works; all of them if it names none."""
     options = arguments(node)
     for name in ("dim", "dims"):
         dims = options.get(name)
@@ -161,8 +161,8 @@ class CallTraits:
     Args:
         other: the program for other samples, which shows where these are.
         axes: the samples of values, by ``sample_axes``, also of those where they are folded.
-        known: calls whose values may be sent with folded samples, in a program of another mode or
-            other sizes than the one that tells which.
+        known: calls whose values may be sent with folded samples, from the first capture, if the
+            program is of another mode or other sizes; None to find them here.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class CallTraits:
             inputs = node.all_input_nodes
             self.on_parameters[node] = any(self.on_parameters[n] for n in value_inputs(node))
             self.on_batch[node] = any(self.on_batch[n] for n in value_inputs(node))
-            # What is returned has to be made in one place.
+            # Outputs have to be made in one place.
             self.free[node] = node.op == "get_attr" or (
                 node not in self.outputs
                 and all(self.free[n] for n in inputs)
@@ -219,8 +219,8 @@ class CallTraits:
         )
 
     def axis(self, node: fx.Node) -> SampleAxis | None:
-        """The samples of a call's value, None where it has none; raises ValueError if slices of
-        them do not cut it.
+        """Return the samples of a call's value, None if it has none; raise ValueError if it cannot
+        be cut by samples.
         """
         try:
             dim = batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
@@ -255,7 +255,7 @@ class CallTraits:
             for user in node.users
             if user.op != "output"
         )
-        # Dropout is not there in evaluation mode; what reads it is.
+        # Evaluation mode has no calls of dropout, but has their readers.
         is_stable = "dropout" not in base_name(node)
         return is_read and is_stable and node.meta["storage"] not in self.last_writes
 

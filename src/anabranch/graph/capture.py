@@ -67,9 +67,9 @@ def capture(
         example: a batch; it fixes other sizes than dimension 0, and entries that are not tensors.
         granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer,
             ``block`` a whole entry of a repeated list.
-        training: in training mode, or in evaluation mode.
+        training: whether in training mode, or else in evaluation mode.
         per_sample: names of operators that work on each sample by itself, see ``Workload``.
-        rewrites: of the program, with the same results, such as ``join-split``; see
+        rewrites: rewrites of the program, with the same results, such as ``join-split``; see
             ``graph.rewrites``.
 
     Raises:
@@ -100,13 +100,13 @@ def capture(
 
 
 def capture_workload(workload: Workload, **options: Any) -> Captured:
-    """Capture the module of a workload; options as of ``capture``."""
+    """Capture the module of a workload, with options of ``capture``."""
     per_sample = workload.per_sample
     return capture(workload.module, workload.example, per_sample=per_sample, **options)
 
 
 def capture_to_plan(workload: Workload, **options: Any) -> Captured:
-    """Do as ``capture_workload``; the graph also says if the optimizer needs whole parameters."""
+    """Capture a workload; the graph also tells if the optimizer needs whole parameters."""
     captured = capture_workload(workload, **options)
     names = [name for name, _ in workload.module.named_parameters()]
     if not updates_by_element(workload, names):
@@ -128,23 +128,23 @@ class Captured:
     """A captured module.
 
     Attributes:
-        module: the user's, whose parameters every program uses.
-        granularity: of the operators.
-        training: captured in training mode, or in evaluation mode.
-        layout: of a batch.
-        programs: of the whole module, for any number of samples.
+        module: the user's module, whose parameters every program uses.
+        granularity: granularity of the operators.
+        training: whether captured in training mode, or else in evaluation mode.
+        layout: layout of a batch.
+        programs: programs of the whole module, for any number of samples.
         metrics: names of the scalars that the module returns besides the loss.
         value_calls: value of the graph -> position of its call, -1 for a tensor of the batch.
-        axes: such positions -> where the value has the samples, if it has some.
+        axes: position of a value's call, likewise -> its samples; only of values with samples.
         unused: trainable parameters that the loss does not depend on.
-        totals: loss and metrics -> how that of a batch follows from those of its slices; coupled
-            where only the whole batch tells.
+        totals: loss or metric -> how its value for a batch follows from those of its slices;
+            coupled if only the whole batch tells.
         coupling: operations that are right for the whole batch only.
-        assumption: on operators that the graph does not tell enough about.
-        assumed: names of the operators that it was needed for.
-        slices: of parameters that a rewrite has cut, by name, as far as they were asked for.
-        variants: this one and the same operators for batches of other sizes, by sizes.
-        plain: without casts of ``under_autocast``.
+        assumption: assumption on operators about which the graph does not tell enough.
+        assumed: names of the operators for which the assumption was needed.
+        slices: name -> slice of a parameter that a rewrite has cut, made when it is needed.
+        variants: sizes of a batch -> the same operators for such batches, this one included.
+        plain: this capture without the casts of ``under_autocast``.
     """
 
     graph: OpGraph
@@ -175,7 +175,7 @@ class Captured:
         return f"<Captured {graph.name}: {has}>"
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of that name, which may be a slice of one of the module's."""
+        """Return the parameter of that name, which may be a slice of one of the module's."""
         if (whole := whole_name(name)) == name:
             return self.module.get_parameter(name)
         if name not in self.slices:
@@ -185,12 +185,12 @@ class Captured:
         return self.slices[name]
 
     def freeze_slices(self) -> None:
-        """Have slices trained as the parameters that they are of, which a loop may freeze."""
+        """Give slices the ``requires_grad`` of their parameters, which a loop may freeze."""
         for name, part in self.slices.items():
             part.requires_grad_(self.module.get_parameter(whole_name(name)).requires_grad)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The module's parameters in its order, slices in place of those that are cut."""
+        """Return the module's parameters in its order, slices in place of those that are cut."""
         names = (parameter.name for parameter in self.graph.parameters)
         wholes = dict(self.module.named_parameters())
         return in_slices(wholes, names, lambda name, _: self.parameter(name))
@@ -203,7 +203,7 @@ class Captured:
 
     @cached_property
     def folded(self) -> dict[int, CallKey]:
-        """Positions and keys of calls whose values are sent though samples share a dimension."""
+        """Position -> key of each call whose value may be sent though samples share a dimension."""
         program, axes = self.programs.example, self.axes
         return {
             call: key
@@ -218,13 +218,13 @@ class Captured:
         return tuple(n for n in names if "::" in n and not n.startswith(("aten::", "prims::")))
 
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
-        """Weights of a slice's loss and metrics in those of a batch; coupled ones by samples."""
+        """Return weights of a slice's loss and metrics in the batch's; coupled ones by samples."""
         share = samples / batch_size
         return {name: 1.0 if total == "sum" else share for name, total in self.totals.items()}
 
     @remembered
     def evaluation(self) -> Captured:
-        """The same module in evaluation mode.
+        """Return the same module in evaluation mode.
 
         It shares the parameters and has the same operators, without those that do nothing in
         evaluation, so that the stages of a training plan cut it as well. Made once.
@@ -233,11 +233,11 @@ class Captured:
 
     @remembered
     def under_autocast(self, precision: Precision | None, device_type: str) -> Captured:
-        """The same operators under ``torch.autocast`` around the whole forward, its casts as calls;
-        the plain one for ``fp32`` and None.
+        """Return the same operators under ``torch.autocast`` around the whole forward, its casts as
+        calls; the plain capture for ``fp32`` and None.
 
         Args:
-            device_type: torch's name; autocast casts other operations on other devices.
+            device_type: torch's name of it; which operations autocast casts depends on the device.
 
         Raises:
             ValueError: for another precision.
@@ -259,7 +259,7 @@ class Captured:
         return cast
 
     def like(self, example: Batch) -> Captured:
-        """The same operators for batches with other sizes, such as shorter sequences. Made once.
+        """Return the same operators for batches of other sizes, such as shorter sequences.
 
         Raises:
             CaptureError: if the module runs other operations for them.
@@ -289,7 +289,7 @@ class Captured:
         return self.variants[sizes]
 
     def for_batch(self, tensors: Mapping[str, torch.Tensor]) -> Captured:
-        """The variant for the sizes of a batch; this one where there is none."""
+        """Return the variant for the sizes of a batch; this one where there is none."""
         return self.variants.get(sizes_of(tensors), self)
 
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
@@ -393,7 +393,7 @@ def _is_per_sample(captured: Captured) -> bool:
 
 
 def _reordering(captured: Captured) -> frozenset[CallKey]:
-    """Calls that bring folded samples into another order, or may."""
+    """Return calls that bring folded samples into another order, or may do so."""
     calls = uncertain_calls(captured.programs, captured.folded)
     try:
         twin = captured.evaluation() if calls else captured
@@ -403,7 +403,7 @@ def _reordering(captured: Captured) -> frozenset[CallKey]:
 
 
 def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:
-    """Trainable parameters that the loss does not depend on."""
+    """Return trainable parameters that the loss does not depend on."""
     carriers = gradient_calls(program)
     read = program.sources.items()
     trained = {whole_name(source.name) for node, source in read if carriers & node.users.keys()}

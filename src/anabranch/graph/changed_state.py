@@ -48,9 +48,9 @@ def seen_writes(program: FlatProgram) -> frozenset[str] | None:
 
 
 def copy_changed_state(program: FlatProgram) -> None:
-    """Let calls that gradients go back through read copies of state that the forward changes, in
-    place: autograd keeps what they read, and this forward or the next changes it. Views of state
-    are left, as writes may go through them.
+    """Change a program so that calls with gradients read copies of state that the forward changes:
+    autograd keeps what they read, and this forward or the next one changes it. Views of state stay,
+    as writes may go through them.
     """
     calls = {call for call, _ in program.writes_to("buffer", "parameter")}
     writes = [call for call in calls if not is_bounding(call)]
@@ -63,7 +63,7 @@ def copy_changed_state(program: FlatProgram) -> None:
 
 
 def changed_by_samples(program: FlatProgram) -> tuple[str, ...]:
-    """Names of parameters that a program changes by what is in the batch."""
+    """Return names of parameters that a program changes depending on the batch."""
     writes = program.writes_to("parameter")
     names = (source.name for call, source in writes if "batch" in program.kinds_above([call]))
     return tuple(dict.fromkeys(names))

@@ -1,7 +1,8 @@
-"""Means over some entries of a batch, as labels that are not ignored, made sums over counts.
+"""Means over some entries of a batch, as labels that are not ignored, as sums divided by counts.
 
-``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which a slice
-has otherwise than its batch. Of a sum over a count, the count can be the batch's (``whole_batch``).
+``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which differs
+between a slice and its batch. In a sum divided by a count, the count can be that of the batch
+(``whole_batch``).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _MEAN, _SUM = 1, 2
 
 
 def counted_means(program: FlatProgram) -> FlatProgram:
-    """The same program, in which a mean over the classes that are not ignored, or over the entries
-    that a mask chooses, is a sum over a count of them.
+    """Change means over labels that are not ignored, or over entries that a mask chooses, into sums
+    divided by a count of these; return the program.
     """
     for node in program.calls:
         _choose_by_mask(program, node)
@@ -75,7 +76,7 @@ def _choose_by_mask(program: FlatProgram, call: fx.Node) -> None:
 
 
 def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:
-    """Number of entries, or of rows, of a value whose size a mask decides; None for others."""
+    """Insert the count of entries, or rows, of a value whose size a mask decides; else None."""
     value = tensor(chosen)
     if value is None or len(free := [n for n in value.shape if not isinstance(n, int)]) != 1:
         return None
@@ -87,7 +88,7 @@ def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> 
 
 
 def _mask_of(node: fx.Node, size: str) -> fx.Node | None:
-    """The mask whose entries that are true make a size."""
+    """Return the mask whose number of true entries is a size; None if it is not found."""
     while node.op == "call_function":
         for source in node.all_input_nodes:
             if any(str(n) == size for value in tensors(source) for n in value.shape):
@@ -105,7 +106,7 @@ def _mask_of(node: fx.Node, size: str) -> fx.Node | None:
 
 
 def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
-    """Targets that are not ignored, each by the weight of its class."""
+    """Insert the count of targets that are not ignored, each with the weight of its class."""
     counts = insert(loss, _aten.ne.Scalar, options["target"], options["ignore_index"])
     if options["weight"] is not None:
         classes = insert(loss, _aten.mul.Tensor, options["target"], counts)

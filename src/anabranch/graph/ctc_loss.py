@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 def traceable(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.nn.functional.ctc_loss`` that can be traced with lengths in tensors."""
+    """Return ``torch.nn.functional.ctc_loss`` in a form that is traced with lengths in tensors."""
 
     @wraps(original)
     def ctc_loss(
@@ -47,7 +47,7 @@ def traceable(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 class CTCLosses(torch.autograd.Function):
     """Losses of the samples, ``[n]``, of log probabilities ``[frames, n, classes]`` and targets
-    ``[n, u]``, or those of all samples one after the other.
+    ``[n, u]``, or targets of all samples one after the other.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ from anabranch.graph.flat_program import is_random
 _LIBRARY: Any = torch.library.Library("autograd_function", "DEF")  # type: ignore[no-untyped-call]
 _TYPES: dict[str, Any] = {"Tensor": torch.Tensor, "SymInt": int | torch.SymInt, "float": float}
 _FIXED = (bool, str, type(None), torch.dtype, torch.device)
-"""Types of arguments of which each value has an operator of its own."""
+"""Types of arguments that are fixed in an operator, so each value has an operator of its own."""
 
 _operators: dict[Any, Callable[..., Any]] = {}
 

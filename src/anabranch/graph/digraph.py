@@ -16,7 +16,7 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any]) -> list[_T]:
-    """Keys of ``after`` in topological order, then by rank; without those on or behind cycles."""
+    """Sort keys of ``after`` topologically, then by rank; leave out those on or behind cycles."""
     waiting = dict.fromkeys(after, 0)
     for targets in after.values():
         for target in targets:
@@ -35,7 +35,7 @@ def topological_order(after: Mapping[_T, Iterable[_T]], rank: Callable[[_T], Any
 
 
 def strongly_connected(after: Mapping[_T, Iterable[_T]]) -> list[list[_T]]:
-    """Strongly connected components in topological order (Kosaraju's algorithm)."""
+    """Return strongly connected components in topological order (Kosaraju's algorithm)."""
     before: dict[_T, list[_T]] = {node: [] for node in after}
     for node, targets in after.items():
         for target in targets:
@@ -49,7 +49,7 @@ def strongly_connected(after: Mapping[_T, Iterable[_T]]) -> list[list[_T]]:
 
 
 def _depth_first(roots: Iterable[_T], after: Mapping[_T, Iterable[_T]], seen: set[_T]) -> list[_T]:
-    """Unseen nodes that the roots reach, in postorder."""
+    """Return unseen nodes that the roots reach, in postorder, and mark them as seen."""
     finished = []
     for root in roots:
         if root in seen:
@@ -69,17 +69,17 @@ def _depth_first(roots: Iterable[_T], after: Mapping[_T, Iterable[_T]], seen: se
 
 
 def path_before(seconds: Floats, edges: Iterable[tuple[int, int]]) -> Floats:
-    """Seconds of the longest path of nodes before each node, see ``longest_paths``."""
+    """Return the seconds of the longest path before each node, see ``longest_paths``."""
     return longest_paths(np.zeros(len(seconds)), seconds, edges)[0]
 
 
 def longest_paths(
     begin_s: Floats, seconds: Floats, edges: Iterable[tuple[int, int]]
 ) -> tuple[Floats, list[int]]:
-    """When the longest path to each node ends, and the node before it there, or -1.
+    """Return when the longest path before each node ends, and the path's last node, or -1.
 
     Args:
-        begin_s: per node, when it may begin at the earliest.
+        begin_s: earliest begin of each node.
         edges: all from lower to higher nodes, or all back.
     """
     ends_s, previous = begin_s.copy(), [-1] * len(seconds)

@@ -42,9 +42,9 @@ class Selection(NamedTuple):
     """Entries of a tensor of which there may be none.
 
     Attributes:
-        number: a symbolic number of them; None for those that a mask has true.
-        keys: of the mask, as ``_key`` has it.
-        asked: the call that counts its true entries.
+        number: symbolic number of the entries; None if they are the true ones of a mask.
+        keys: keys of the mask, see ``_key``.
+        asked: call that asks for the mask's true entries.
     """
 
     number: Any = None
@@ -84,7 +84,7 @@ class _Traced:
                 self.of_symbol[symbol].append(node)
 
     def other_effect(self, work: Work) -> tuple[fx.Node, str] | None:
-        """The first call that may change something where the selection is empty, and how."""
+        """Return the first call that may change something if the selection is empty, and how."""
         calls, begin = set(work.calls), self.order[work.calls[0]]
         zeros, sizes = self._zeros(work.selection)
         infinite = self._infinite(zeros, sizes, self.order[work.calls[-1]])
@@ -103,7 +103,7 @@ class _Traced:
         return None
 
     def _zeros(self, selection: Selection) -> tuple[set[fx.Node], set[Any]]:
-        """Values that are zero or false where a selection is empty, and symbols that are zero."""
+        """Return values that are zero or false if a selection is empty, and symbols that are 0."""
         masks = [m for key in selection.keys for m in self.of_key[key] if not self._is_changed(m)]
         zeros, sizes, pending = set(masks), set(free_unbacked_symbols(selection.number)), masks
         while pending:
@@ -118,8 +118,8 @@ class _Traced:
         return zeros, sizes
 
     def _infinite(self, zeros: set[fx.Node], sizes: set[Any], last: int) -> set[fx.Node]:
-        """Values that fail, or may be infinite or have such a gradient, where the selection is
-        empty, up to the last call of the work: there a gradient of zeros does not remain one.
+        """Return values, up to the last call of the work, that fail if the selection is empty, or
+        may be infinite or have an infinite gradient, which turns a gradient of zeros into NaN.
         """
         infinite, pending = set[fx.Node](), list(zeros)
         pending += (node for size in sizes for node in self.of_symbol[size])
@@ -151,7 +151,7 @@ class EmptySelections:
     """Work of a forward that is traced though a plain call may leave it out.
 
     Attributes:
-        places: file, line and text of the statements that ask for it.
+        places: file, line and text of the statements that may leave it out.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class EmptySelections:
         self._work: list[Work] = []
 
     def note(self, call: fx.Node, frame: FrameType | None) -> None:
-        """Note a traced call of a frame, or of one that this has called, as of their work."""
+        """Note a traced call as part of the work that its frame, or one of its callers, is in."""
         while frame is not None and call.op == "call_function" and self._asked:
             for lines, work in self._asked.get(frame, {}).items():
                 if frame.f_lineno in lines:
@@ -168,12 +168,12 @@ class EmptySelections:
             frame = frame.f_back
 
     def forget(self) -> None:
-        """Keep no frame of a forward that has ended."""
+        """Let go of the frames of a forward that has ended."""
         self._work, self._asked = [], {}
 
     def truth(self, frame: FrameType, asked: Any) -> bool | None:
-        """The truth with which a statement works that asks whether a selection is empty; None for
-        any other statement.
+        """Return the truth with which a statement that asks for an empty selection does its work;
+        None for any other statement.
         """
         is_tensor = isinstance(asked, torch.Tensor)
         truth, selection = _of_node(traced_node(asked)) if is_tensor else _of_symbol(asked)
@@ -181,13 +181,13 @@ class EmptySelections:
         return truth if is_noted else None
 
     def length(self, frame: FrameType, rows: torch.Tensor) -> int | None:
-        """One for a length on which a statement works; None for any other length."""
+        """Return 1 for a length that decides about work on a selection; None for any other."""
         truth, selection = _of_symbol(rows.shape[0]) if rows.dim() else _NOTHING
         return 1 if truth and self._note(frame, lines_of_branch(frame), selection) else None
 
     def hits(self, frame: FrameType, hits: torch.Tensor) -> Iterator[torch.Tensor] | None:
-        """All indices, in place of those for which a mask has an entry (``mask.any(1).nonzero()``);
-        None for any other tensor, and for other statements than a loop over it.
+        """Return all indices, in place of those at which a mask has an entry
+        (``mask.any(1).nonzero()``), for a loop over them; None for other tensors and statements.
         """
         chosen = _call(traced_node(hits))
         is_choice = _name(chosen) in ("nonzero", "where") and len(chosen.args) == 1
@@ -216,7 +216,7 @@ class EmptySelections:
         return each()
 
     def _note(self, frame: FrameType, lines: range | None, selection: Selection) -> bool:
-        """True for work on a selection that is to be traced, which is noted."""
+        """Note work on a selection, if a statement has some; return True if it has."""
         if lines is not None:
             work = Work(place_of(frame), selection, [])
             self.places.add(work.place)
@@ -225,8 +225,8 @@ class EmptySelections:
         return lines is not None
 
     def other_effect(self, output: Any) -> tuple[str, fx.Node, str] | None:
-        """The place of work that may change something where its selection is empty, the call that
-        does, and how; of a forward that was traced and has returned ``output``.
+        """Return the place of work that may change something if its selection is empty, the call
+        that does, and how; for a forward that was traced and has returned ``output``.
         """
         parts = [work for work in self._work if work.calls]
         traced = _Traced(list(_graph().nodes) if parts else [], output)
@@ -236,8 +236,8 @@ class EmptySelections:
 
 
 _Found = tuple[bool | None, Selection]
-"""The truth that a value has where a selection has entries, and the selection; no truth for a value
-that says nothing of that."""
+"""Truth of a value if a selection has entries, and the selection; None for the truth of a value
+that does not tell."""
 
 _NOTHING: _Found = None, Selection()
 
@@ -267,7 +267,7 @@ def _of_symbol(number: Any) -> _Found:
 
 
 def _if_counts(truth: bool | None, total: Any) -> _Found:
-    """The truth of a count of the true entries of a mask, and these."""
+    """Return a truth with the entries of a mask, if ``total`` counts the mask's true entries."""
     total = _stripped(total)
     is_count = _name(total) == "sum" and _is_mask(total.args[0])
     return (truth, _of_mask(total)) if is_count else _NOTHING
@@ -291,7 +291,7 @@ def _is_mask(node: Any) -> bool:
 
 
 def _masks(node: fx.Node) -> list[fx.Node]:
-    """Masks of which a call takes the true entries."""
+    """Return the masks whose true entries a call takes."""
     name, args = _name(node), list(node.args)
     chosen: Any = args[1:2] if name.startswith("masked_") else ()
     if name in ("index", "index_put_"):
@@ -302,7 +302,7 @@ def _masks(node: fx.Node) -> list[fx.Node]:
 
 
 def _key(node: Any) -> Any:
-    """A value as what it has been made of: equal for values, or parts, with the same entries."""
+    """Return a key of how a value was made, equal for values, or parts, with the same entries."""
     node = _stripped(node)
     name, args = _name(node), [_stripped(arg, COPIES) for arg in getattr(node, "args", ())]
     if name == "eq" and not isinstance(args[1], fx.Node):
@@ -318,8 +318,8 @@ def _key(node: Any) -> Any:
 
 
 def _stripped(node: Any, views: Collection[str] = SAME_ENTRIES) -> Any:
-    """The value of which a node shows all entries in another shape, order or type, but for types
-    in which numbers may be zero that are not.
+    """Go back from a node through views and copies to the value with the same entries; not through
+    casts in which a number other than zero may become zero.
     """
     while _name(node) in views:
         source, dtype = node.args[0], _value(node.args[0]).dtype
@@ -330,21 +330,21 @@ def _stripped(node: Any, views: Collection[str] = SAME_ENTRIES) -> Any:
 
 
 def _made_of(node: Any) -> Iterator[fx.Node]:
-    """A mask, and what it shows in another way, or a part of."""
+    """Generate a mask and the values behind it, of which it is a view, a part or a comparison."""
     while isinstance(node, fx.Node):
         yield node
         node = node.args[0] if _name(node) in {*SAME_ENTRIES, "eq", "select", "index"} else None
 
 
 def _call(node: Any) -> Any:
-    """The call that has made a value, which may be one of several results, up to its shape."""
+    """Return the call that has made a value, perhaps as one of several results, behind views."""
     node = _stripped(node)
     is_part = getattr(node, "target", None) is operator.getitem
     return _stripped(node.args[0]) if is_part else node
 
 
 def _classes(mask: Any, most: int) -> int:
-    """Classes of which a one-hot mask can have entries: of experts those ``topk`` chooses from."""
+    """Return how many classes a one-hot mask has: of experts as many as ``topk`` chooses from."""
     mask = _stripped(mask)
     indices = list(_made_of(mask.args[0] if _name(mask) == "one_hot" else mask))
     chosen = _call(indices[-1])
@@ -356,7 +356,7 @@ def _classes(mask: Any, most: int) -> int:
 
 
 def _name(node: Any) -> str:
-    """Name of a call's operation, such as ``index_put_``; empty for anything else."""
+    """Return the name of a call's operation, such as ``index_put_``; empty for anything else."""
     return schema_name(node).partition("::")[2] if isinstance(node, fx.Node) else ""
 
 
@@ -365,7 +365,7 @@ def _value(node: Any) -> Any:
 
 
 def _symbols(node: fx.Node) -> set[Any]:
-    """Symbols in a number, or in the sizes of tensors, that only a run knows."""
+    """Return symbols in a number, or in the sizes of tensors, whose values only a run knows."""
     is_number = isinstance(_value(node), torch.SymInt | torch.SymFloat)
     numbers = [_value(node)] if is_number else [value.shape for value in tensors(node)]
     return set(free_unbacked_symbols(numbers))
@@ -387,7 +387,7 @@ def _graph() -> fx.Graph:
 
 
 def traced_node(value: torch.Tensor | torch.SymBool) -> fx.Node | None:
-    """The node of a value in the graph that is being traced; None for others."""
+    """Return the node of a value in the graph that is being traced; None for others."""
     mode = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     if slot is None or isinstance(value, torch.Tensor):

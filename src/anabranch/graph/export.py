@@ -90,8 +90,8 @@ def export(
     works_with: int | None = None,
     preserve: tuple[str, ...] = (),
 ) -> torch.export.ExportedProgram:
-    """Export with a symbolic or fixed number of samples; CaptureError has cause and remedy, which
-    is about the number where the module ``works_with`` another one. Attributes that the forward
+    """Export with a symbolic or fixed number of samples; a CaptureError names cause and remedy,
+    which concern the number if the module ``works_with`` another one. Attributes that the forward
     reads are noted in ``reads``, arguments and results of the submodules ``preserve`` in the
     exported program.
     """
@@ -133,7 +133,7 @@ def export(
         except CaptureError:
             raise
         except Exception as error:
-            # What the plain trace met is nearer to the user's code than what analysis says.
+            # The error of the plain trace is nearer to the user's code than that of the analysis.
             failure = failure or error
         else:
             warned = {
@@ -157,8 +157,8 @@ def export(
 
 
 def _name_listed_parameters(exported: torch.export.ExportedProgram, module: nn.Module) -> None:
-    """Have parameters that a module also keeps elsewhere, as in a list, be inputs of their names: a
-    trace takes them for constants, without gradients, which what is kept detached stays.
+    """Make parameters that a module also keeps elsewhere, as in a list, inputs under their names: a
+    trace takes them for constants without gradients, as which detached ones stay.
     """
 
     def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -187,7 +187,7 @@ class CaptureWarning(UserWarning):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what PyTorch logs and warns of a trace; what is printed is shown on success."""
+    """Suppress logs and warnings of PyTorch during a trace; show printed text on success."""
     parts = ("export", "_export", "fx", "_dynamo", "_subclasses", "fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(f"torch.{part}") for part in parts]
     before = [logger.level for logger in loggers]
@@ -207,7 +207,7 @@ def quiet() -> Iterator[None]:
 def _recomputed(
     cls: Any, run: Any = None, option: Any = None, *inputs: Any
 ) -> tuple[Any, ...] | None:
-    """Return the inputs of what a checkpoint runs; None for another custom gradient.
+    """Return the inputs of the function that a checkpoint runs; None for other custom gradients.
 
     Copies of PyTorch's have its arguments; in diffusion models the number of inputs stands in place
     of the flag, and parameters follow the inputs.
@@ -327,7 +327,7 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         (vmap, "vmap_increment_nesting", transform),
         (eager_transforms, "grad_increment_nesting", transform),
         (eager_transforms, "jvp_increment_nesting", transform),
-        # Looks at values, which there are none of, only to raise.
+        # It looks at values, which a trace lacks, only to raise.
         (Distribution, "_validate_args", False),
     ]
     with with_attributes(patches):
@@ -335,7 +335,7 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
 
 
 def _layer_dropout(module: nn.Module) -> str:
-    """Name of an option by which a module, or its configuration, leaves out layers at random."""
+    """Return the option by which a module, or its configuration, leaves out layers at random."""
     owners = [owner for part in module.modules() for owner in (part, getattr(part, "config", None))]
     options = (option for owner in owners for option in getattr(owner, "__dict__", {}).items())
     return next((name for name, value in options if name.endswith("layerdrop") and value), "")

@@ -56,9 +56,9 @@ class Exporter:
         device: where the module is exported.
         frozen: names of the parameters that are not trainable.
         outputs: names of the loss and the metrics, once there is a program.
-        rewrites: of every program; with their sites, once there is one.
+        rewrites: rewrites of every program; with their sites, once there is a program.
         refusals: for each rewrite, why other sites were left as they are.
-        fixed: programs of numbers of samples that the module was exported for by themselves.
+        fixed: number of samples -> program that was exported for this number alone.
         reads: attributes that its forward reads in Python.
         moved: names of the buffers that it changes, here or in an earlier capture of the module.
     """
@@ -141,8 +141,8 @@ class Exporter:
 
     @remembered
     def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:
-        """Arguments and results of each call of a submodule, by its path in the tracer's words, in
-        names of the program's nodes; modules with children are left out where the tracer fails.
+        """Return submodule, by the tracer's path -> arguments and results of its call, as names of
+        the program's nodes; without modules that have children, if the tracer fails on them.
         """
         paths = {f"module.{name}": part for name, part in self.module.named_modules() if name}
         leaves = [path for path, part in paths.items() if next(part.children(), None) is None]
@@ -161,7 +161,7 @@ class Exporter:
         return {}
 
     def is_general(self, samples: int) -> bool:
-        """True if the export for any number of samples has these as well."""
+        """True if there is an export for any number of samples, and it covers this one."""
         if self._dynamic is None:
             return False
         with suppress(RefusedError):
@@ -248,7 +248,7 @@ class Exporter:
 
 
 def _renamed(call: ModuleCallSignature, names: Mapping[str, str]) -> ModuleCallSignature:
-    """The same call in other names of nodes."""
+    """Return the same call with other names of nodes."""
 
     def renamed(arguments: list[Any]) -> list[Any]:
         return [
@@ -260,7 +260,7 @@ def _renamed(call: ModuleCallSignature, names: Mapping[str, str]) -> ModuleCallS
 
 
 def place_of(module: nn.Module, node: fx.Node) -> str:
-    """The module that an operation is called in, with its class, and the line."""
+    """Return the module that an operation is called in, with its class, and the line."""
     path = frame(node).partition("[")[0]
     owner = type(module.get_submodule(path)).__name__
     return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
@@ -289,7 +289,7 @@ def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer in the wrapped module -> its first in the user's."""
+    """Return name of a tensor in the wrapped module -> its first name in the user's module."""
     result = {}
     for named in (module.named_parameters, module.named_buffers):
         first: dict[int, str] = {}
@@ -311,14 +311,14 @@ _BEHIND: dict[Any, Any] = {
     operator.mul: _aten.mul.Tensor,
     operator.sub: _aten.rsub.Scalar,
 }
-"""The same where the first operand is a plain number, which is then the second."""
+"""Operators for a first operand that is a plain number, which becomes the second one."""
 
 
 def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProgram:
-    """The same program with tensors in place of the numbers that it returns under ``names``.
+    """Put tensors in place of the numbers that a program returns under ``names``.
 
-    A number such as ``hits.sum().item() / len(y)`` stops what computes it until the value is there,
-    and planning has no values. So the arithmetic is done with tensors.
+    A number such as ``hits.sum().item() / len(y)`` needs the value of a tensor in Python, and
+    planning has no values. So the arithmetic is done with tensors.
 
     Raises:
         CaptureError: if a number is computed otherwise than with + - * /.
@@ -332,9 +332,9 @@ def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProg
 
 
 def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
-    """The tensor that a number is of, computed just before the output."""
+    """Insert a tensor in place of a number, just before the output."""
     if number.target is _aten.item.default:
-        # One number, which neither overflows nor is as coarse as those of small types.
+        # A sum of one number; it neither overflows nor is as coarse as numbers of small types.
         return insert(output, _aten.sum.default, *number.args, dtype=torch.float64)
     if number.target is torch.sym_float:
         return _tensor(number.args[0], metric, output)

@@ -15,17 +15,17 @@ from torch.utils._pytree import tree_leaves
 from anabranch.graph.operations import BATCH_NORMS
 
 SourceKind = Literal["parameter", "buffer", "constant", "batch"]
-"""Origin of a tensor that a program reads; ``batch`` is a leaf of it."""
+"""Origin of a tensor that a program reads; ``batch`` stands for a leaf of the batch."""
 APART = "apart"
 """Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
 CALL = "call"
 """Key of a node's ``meta``: place of the call among those of the whole program without casts."""
 IN_AUTOCAST = "in_autocast"
-"""Key of a node's ``meta`` if the model itself says how autocast treats it, or that it does not."""
+"""Key of a node's ``meta`` if the model itself has set or disabled autocast around it."""
 
 CallKey = tuple[str, str, int]
-"""A call by its module, its operation, and how many of these were before; the same in training and
-in evaluation mode, and for any number of samples."""
+"""Key of a call: module, operation, and number of such calls before it; the same in training and in
+evaluation mode, and for any number of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FlatProgram:
         sources: placeholder -> where it comes from; a parameter with two names has one placeholder.
         constants: tensors that the forward pass created from literals.
         regions: sub-graphs that are not flat (autocast casts inside), by ``get_attr`` names.
-        statistics: a program of the statistics of a batch, where this one reads those of the whole.
+        statistics: program that computes the statistics of a batch, if this one reads any.
     """
 
     samples: int
@@ -72,7 +72,7 @@ class FlatProgram:
         find: Callable[[PlaceholderSource], torch.Tensor],
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs or other values, without gradients; ``find`` gives tensors of placeholders."""
+        """Compute outputs, or ``wanted`` values, without gradients; ``find`` gives placeholders."""
         wanted = self.outputs if wanted is None else wanted
         env: dict[fx.Node, Any] = {}
         with torch.no_grad():
@@ -88,7 +88,7 @@ class FlatProgram:
         return [env[node] for node in wanted]
 
     def drop_dead(self) -> None:
-        """Leave out calls that nothing depends on."""
+        """Erase calls that nothing depends on."""
         for node in reversed(list(self.graph.nodes)):
             leaf = node in self.sources and self.sources[node].kind == "batch"
             if node.op != "output" and not (node.users or leaf or written(node)):
@@ -96,7 +96,7 @@ class FlatProgram:
                 self.sources.pop(node, None)
 
     def writes_to(self, *kinds: SourceKind) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
-        """Calls that change placeholders of some kinds in place, also by a view of them."""
+        """Generate calls that change placeholders of some kinds in place, also by views of them."""
         sources = {
             node.meta["storage"]: source
             for node, source in self.sources.items()
@@ -108,28 +108,28 @@ class FlatProgram:
                     yield call, sources[target.meta["storage"]]
 
     def changed(self, *kinds: SourceKind) -> set[str]:
-        """Names of the placeholders of some kinds that calls change in place."""
+        """Return names of the placeholders of some kinds that calls change in place."""
         return {source.name for _, source in self.writes_to(*kinds)}
 
     def last_writes(self) -> dict[int | None, int]:
-        """Memory that calls change in place -> position of the last of them."""
+        """Return memory -> position of the last call that changes it in place."""
         writes = ((i, target) for i, call in enumerate(self.calls) for target in written(call))
         return {t.meta["storage"]: i for i, t in writes if "storage" in t.meta}
 
     def kinds_above(self, nodes: Iterable[fx.Node]) -> set[SourceKind]:
-        """Kinds of the placeholders that nodes depend on."""
+        """Return the kinds of the placeholders that nodes depend on."""
         return {self.sources[node].kind for node in upstream(nodes) if node in self.sources}
 
     def signature(self) -> list[tuple[str, str]]:
-        """Operation and module of every call, which are equal for any number of samples; a view may
-        be a reshape on another device.
+        """Return operation and module of every call, equal for any number of samples; views count
+        as reshapes, which they may be on another device.
         """
         same: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
         return [(str(same.get(node.target, node.target)), frame(node)) for node in self.calls]
 
 
 def upstream(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes of one graph with all that they depend on, in the order of the graph."""
+    """Return nodes of one graph with all that they depend on, in the order of the graph."""
     reached = set(nodes)
     order = list(next(iter(reached)).graph.nodes) if reached else []
     for node in reversed(order):
@@ -139,7 +139,7 @@ def upstream(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def frame(node: fx.Node) -> str:
-    """Path of the innermost module that the node was called in; empty for the model itself."""
+    """Return the path of the innermost module of a node's call; empty for the model itself."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -169,9 +169,9 @@ def trains_norm(node: fx.Node) -> bool:
 
 
 def is_bounding(node: fx.Node) -> bool:
-    """True for a call that bounds what it writes to, the same values to the same ones however often
-    it is called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``)
-    before anything else reads them.
+    """True for a call that bounds what it writes to, with the same result however often it is
+    called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``) before
+    anything else reads them.
     """
     if schema_name(node) != "aten::clamp_" or any(isinstance(b, fx.Node) for b in node.args[1:]):
         return schema_name(node) == "aten::embedding_renorm_"
@@ -186,7 +186,7 @@ def is_bounding(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """Arguments that the call changes in place."""
+    """Return the arguments that the call changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
@@ -206,8 +206,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 def insert(
     before: fx.Node, target: Any, *args: Any, origin: fx.Node | None = None, **kwargs: Any
 ) -> fx.Node:
-    """Insert a call, with its value, before another one; it has the line and module of ``origin``,
-    by default those of that one.
+    """Insert a call, with its value, before another one, with line and module of ``origin``, by
+    default of that other one.
     """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
@@ -219,7 +219,7 @@ def insert(
 
 
 def copy_origin(source: fx.Node, node: fx.Node) -> None:
-    """Note that a call is of the line and module of another one, and under its autocast."""
+    """Give a call the line and module of another one, and its autocast."""
     copied = {"nn_module_stack", "stack_trace", IN_AUTOCAST} & source.meta.keys()
     node.meta |= {key: source.meta[key] for key in copied}
 
@@ -236,7 +236,7 @@ def storage(node: fx.Node) -> int | None:
 
 
 def set_value(node: fx.Node, value: Any) -> None:
-    """Note the value of a node, a fake tensor or what else it is."""
+    """Note the value of a node, a fake tensor or anything else."""
     node.meta["val"] = value
     # All values are alive at once, so addresses are unique.
     if isinstance(value, torch.Tensor):
@@ -244,7 +244,7 @@ def set_value(node: fx.Node, value: Any) -> None:
 
 
 def gradient_calls(program: FlatProgram) -> set[fx.Node]:
-    """The calls that a gradient of the loss goes through."""
+    """Return the calls that a gradient of the loss goes through."""
     reached = {program.outputs[0]}
     for node in reversed(program.calls):
         if node in reached and requires_grad(node):
@@ -253,7 +253,7 @@ def gradient_calls(program: FlatProgram) -> set[fx.Node]:
 
 
 def gradient_types(program: FlatProgram) -> set[torch.dtype]:
-    """Types of all that gradients of the loss go through, parameters included."""
+    """Return the types of all values on the way of gradients of the loss, parameters included."""
     calls = gradient_calls(program)
     nodes = {node for call in calls for node in (call, *call.all_input_nodes)}
     return {v.dtype for node in nodes for v in tensors(node) if v.requires_grad}
@@ -262,9 +262,9 @@ def gradient_types(program: FlatProgram) -> set[torch.dtype]:
 def gradient_strides(
     program: FlatProgram, nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[int, ...]]:
-    """Strides of the gradients that values have in one process, by a backward of fake tensors; as
-    the value's own where there is no gradient, or no backward: on sizes that depend on the data, or
-    where the forward changes state that the backward reads.
+    """Return the strides of the gradients of values in one process, by a backward of fake tensors;
+    the value's own strides where there is no gradient, or no backward: with sizes that depend on
+    the data, or if the forward changes state that the backward reads.
     """
     if not nodes:
         return {}

@@ -13,7 +13,7 @@ from anabranch.graph.flat_program import CallKey, schema_name, upstream
 from anabranch.graph.loss_kinds import LossKind
 
 Total = Literal["mean", "sum", "coupled"]
-"""Rule for a scalar of a batch: the mean of those of its slices by samples, their sum, or none."""
+"""Rule for a scalar of a batch: its slices' mean, weighted by samples, their sum, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Assumption:
 class Flow:
     """Dependence of one value on the samples; ``known``: on nothing but the batch and constants.
     ``counts`` is true for a constant that counts samples, such as where the tokens of an expert
-    begin, and for what is made of it.
+    begin, and for values made of it.
     """
 
     kind: Literal["constant", "samples", "sum", "mean", "statistic", "coupled"]
@@ -55,13 +55,13 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A value that is that of the whole batch in its slices.
+    """A value for which slices of a batch read that of the whole batch.
 
     Attributes:
-        position: of a node in the program.
-        argument: name of an argument of it that is a number; empty for its own value.
-        share: whether a sum is divided by it: a slice has its share of it, a sum over rows.
-        axis: the samples of a value that has some.
+        position: position of a node in the program.
+        argument: name of the node's argument that is the number; empty for the node's value.
+        share: whether a sum is divided by it, so that a slice reads its share, a sum over rows.
+        axis: samples of the value, if it has some.
     """
 
     position: int
@@ -75,11 +75,11 @@ class SampleFlow:
     """Dependence of the values of one program on the samples.
 
     Attributes:
-        flows: of every value.
+        flows: flow of every value.
         coupling: calls that are right for the whole batch only, in order.
         normalised: calls that take statistics of the batch as batch normalisation does.
         uses: calls that read statistics, each with one of them.
-        assumed: names of unknown operators that the assumption was needed for.
+        assumed: names of unknown operators for which the assumption was needed.
     """
 
     flows: dict[fx.Node, Flow]
@@ -90,11 +90,11 @@ class SampleFlow:
 
 
 def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
-    """The kind of a loss, by its value and what it is divided by."""
+    """Return the kind of a loss, from its flow and what it is divided by."""
     value = flow.flows[loss]
     if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
-    # A number of Python's is that of the samples, not a count of what is in them.
+    # A number in Python is the number of samples, not a count of entries in them.
     counts = [
         call
         for call, statistic in flow.uses
@@ -106,6 +106,6 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
 
 
 def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
-    """The calls of a sequence that an output depends on."""
+    """Return the calls of a sequence that an output depends on."""
     reached = set(upstream([output]))
     return tuple(node for node in calls if node in reached)

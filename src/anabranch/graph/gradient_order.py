@@ -29,12 +29,12 @@ class _FanOut(torch.autograd.Function):
 
 
 def fan_out(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Aliases of a tensor whose gradients are added from the first alias to the last."""
+    """Return aliases of a tensor whose gradients are added from the first alias to the last."""
     return tuple(_FanOut.apply(x, count))  # type: ignore[no-untyped-call]
 
 
 def fold(grads: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """Sum from left to right, leaving out what is missing."""
+    """Sum gradients from left to right, leaving out missing ones."""
     total = None
     for grad in grads:
         if grad is not None:
@@ -60,7 +60,7 @@ def keep_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same values in other memory; those along a stride of 0 are one element."""
+    """Copy values into memory with these strides; along a stride of 0 they are one element."""
     if x.stride() == strides:
         return x
     once = x
@@ -70,6 +70,6 @@ def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The same values without gaps in memory, dimensions from the largest stride down."""
+    """Copy values into memory without gaps; ``order``: dimensions from the largest stride down."""
     back = [order.index(d) for d in range(len(order))]
     return x.permute(order).contiguous().permute(back)

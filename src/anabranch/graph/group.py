@@ -93,18 +93,18 @@ class CallGroups:
             self.alias[keep] |= self.alias.pop(gone)
 
     def join(self, groups: Iterable[int]) -> int:
-        """Merge groups into the first of them, which is returned."""
+        """Merge groups into the first of them, and return that."""
         keep, *rest = sorted(groups)
         for group in rest:
             self.merge(keep, group)
         return keep
 
     def order(self) -> list[int]:
-        """Topological order: of the groups that may come next, the one that starts first."""
+        """Return a topological order; of groups that may come next, the one that starts first."""
         return topological_order(self.succ, lambda group: min(self.members[group]))
 
     def owners(self, order: Sequence[int]) -> tuple[int, ...]:
-        """Per call, the place of its group in an order, or ``FREE``."""
+        """Return, per call, the place of its group in an order, or ``FREE``."""
         place = {call: i for i, g in enumerate(order) for call in self.members[g]}
         return tuple(place.get(call, FREE) for call in range(len(self.traits.calls)))
 
@@ -123,7 +123,7 @@ class CallGroups:
         return bool(self.above[group] & self.alias[other])
 
     def neighbours(self, v: int) -> list[int]:
-        """Groups that v may be merged with without changing what waits for what, the best first."""
+        """Return groups that v may be merged with without new waits of others, best first."""
         preds = self.pred[v]
         before = [p for p in preds if all(q == p or self.needs(p, q) for q in preds)]
         after = list(self.succ[v]) if len(self.succ[v]) == 1 else []
@@ -161,7 +161,7 @@ def bind(groups: CallGroups, sets: Iterable[Sequence[int]]) -> None:
 
 
 def components(groups: CallGroups, chosen: set[int]) -> list[list[int]]:
-    """Connected components of the chosen groups, whichever way their edges point."""
+    """Return connected components of the chosen groups, whichever way their edges point."""
     beside = {g: (groups.succ[g] | groups.pred[g]) & chosen for g in sorted(chosen)}
     return strongly_connected(beside)
 
@@ -195,7 +195,7 @@ def group(traits: CallTraits, module: nn.Module, granularity: Granularity) -> Gr
 
 
 def _inseparable(traits: CallTraits) -> list[list[int]]:
-    """Sets of calls that have to be in one operator."""
+    """Return sets of calls that have to be in one operator."""
     sets: list[list[int]] = []
     for node in traits.calls:
         if not traits.free[node] and not traits.sendable(node):
@@ -208,15 +208,15 @@ def _inseparable(traits: CallTraits) -> list[list[int]]:
         for storage in {n.meta.get("storage") for n in near} & traits.last_writes.keys():
             sharing[storage].append(i)
     for storage, calls in sharing.items():
-        # Those who read after the last write see the final value, wherever they are, if it is made
-        # by a call.
+        # Calls that read after the last write see the final value in any operator, if a call has
+        # made the memory.
         owned, last = storage not in placed, traits.last_writes[storage]
         sets.append([i for i in calls if i <= last or not owned])
     return sets
 
 
 def _attach_isolated(groups: CallGroups) -> None:
-    """Put what nobody waits for, such as a count of batches, with the next call of its module."""
+    """Merge calls without neighbours, such as a count of batches, with the next of their module."""
     for g in sorted(groups.members):
         apart = not groups.succ[g] and not groups.pred[g] and not groups.weight[g]
         if not apart or len(groups.members) == 1:
@@ -243,7 +243,7 @@ def _merge_all(
 
 
 def _contract(groups: CallGroups, *, one_heavy: bool) -> None:
-    """Merge neighbours of one path; at most one heavy call each, or whatever is in one module."""
+    """Merge neighbours of one path: with at most one heavy call each, or all of one module."""
 
     def host_of(v: int) -> int | None:
         path, heavy = groups.path[v], one_heavy and groups.heavy[v]
@@ -289,7 +289,7 @@ class Blocks:
                     self.paths.add(f"{path}.{name}" if path else name)
 
     def block(self, path: str) -> str:
-        """The innermost block that holds this path, or nothing."""
+        """Return the innermost block that holds this path; empty without one."""
         parts = path.split(".")
         for n in range(len(parts), 0, -1):
             prefix = ".".join(parts[:n])
@@ -298,8 +298,8 @@ class Blocks:
         return ""
 
     def layer(self, path: str) -> str:
-        """The path cut one module below its block; unchanged outside of blocks, and of a branch
-        that a rewrite has made, as in ``layers.0.mlp[0:512]``.
+        """Cut a path one module below its block; leave it outside of blocks, and for a branch that
+        a rewrite has made, as in ``layers.0.mlp[0:512]``.
         """
         block = self.block(path)
         if not block or path == block or path.endswith("]"):

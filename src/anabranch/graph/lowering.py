@@ -120,9 +120,9 @@ def lower(
 def with_casts(
     program: FlatProgram, region: AutocastRegion, grouping: Grouping
 ) -> tuple[FlatProgram, Grouping]:
-    """A program under autocast, its casts as calls of their own, in the operators that read them.
+    """Return a program under autocast, with its casts as calls in the operators that read them.
 
-    Calls under an autocast of the model's own are as they were.
+    Calls under an autocast of the model's own stay as they are.
     """
     owner_of = grouping.owner_of(program)
     builder = _ProgramBuilder(None, region)
@@ -148,7 +148,7 @@ def with_casts(
 
 
 def _know_sizes(new: Any, known: fx.Node) -> None:
-    """Tell a value that depends on the data the sizes that a later call has shown."""
+    """Give a value whose sizes depend on the data the sizes that a later call has determined."""
     if isinstance(new, fx.Node) and isinstance(known.meta["val"], torch.Tensor):
         for size, other in zip(new.meta["val"].shape, known.meta["val"].shape, strict=True):
             number = other.node.maybe_as_int() if isinstance(other, torch.SymInt) else other
@@ -181,7 +181,7 @@ def require_samples(exported: torch.export.ExportedProgram, samples: int) -> Non
 
 
 def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymInt]:
-    """Dimension 0 of every leaf of the batch."""
+    """Return the size of dimension 0 of every leaf of the batch."""
     user_input = torch.export.graph_signature.InputKind.USER_INPUT
     pairs = zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False)
     return [node.meta["val"].shape[0] for spec, node in pairs if spec.kind is user_input]
@@ -215,7 +215,7 @@ class _ProgramBuilder:
         self.placeholder(node, PlaceholderSource("constant", name), value)
 
     def body(self, owner: nn.Module, graph: fx.Graph) -> Any:
-        """Copy the calls of a graph whose placeholders are known; returns what it outputs."""
+        """Copy the calls of a graph whose placeholders are known; return its outputs."""
         for node in graph.nodes:
             if node.op == "call_function":
                 self.call(node)
@@ -258,7 +258,7 @@ class _ProgramBuilder:
             self.env[node] = self.cast(self.autocast, node, args, kwargs)
 
     def cast(self, region: AutocastRegion, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """A call as autocast makes it: a region of its own where its casts cannot come before."""
+        """Make a call as autocast does, in a region of its own if its casts cannot come before."""
         types = region.casts(node.target, args, kwargs)
         if types is None:
             body, inputs = region_of(node.target, args, kwargs)
@@ -292,7 +292,7 @@ class _ProgramBuilder:
     def made(
         self, like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any
     ) -> Any:
-        """A new call with its value, or a number that is known without the data."""
+        """Make a call with its value, or return a number that is known without the data."""
         if (shared := self.written(like, target, args, kwargs)) is not None:
             return shared
         values, options = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
@@ -300,8 +300,8 @@ class _ProgramBuilder:
             value = target(*values, **options)
         except Exception as error:
             if target is _aten.view.default:
-                # A kernel of another device has its results in another order of memory, in which
-                # what was contiguous in the trace, and so not copied, is to be now.
+                # A kernel of another device orders its results in memory in another way, so that a
+                # tensor that was contiguous in the trace, and not copied, has to be copied now.
                 return self.made(like, _aten.reshape.default, *args, name=name, **kwargs)
             error.add_note(user_line(like))
             raise
@@ -316,13 +316,13 @@ class _ProgramBuilder:
         set_value(new, value)
         returns = target._schema.returns if hasattr(target, "_schema") else ()
         if [bool(r.alias_info and r.alias_info.is_write) for r in returns] == [True]:
-            # One tensor has one name at a time: who reads x after relu_(x) reads the result.
+            # One tensor has one name at a time: a reader of x after relu_(x) reads the result.
             for changed in (node for node in written(new) if node.op != "placeholder"):
                 self.env |= {node: new for node, held in self.env.items() if held is changed}
         return new
 
     def written(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node | None:
-        """New value of memory that a write changes under several names; None for other calls."""
+        """Return the new value of memory that a write changes under several names, or None."""
         changed = args[0] if args else None
         if not (
             isinstance(changed, fx.Node) and writes_first(target) and "storage" in changed.meta

@@ -19,7 +19,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The meta device if any tensor of a module is there, else that of its first tensor."""
+    """Return the meta device if any tensor of a module is there, else that of its first tensor."""
     places = [tensor.device for tensor in (*module.parameters(), *module.buffers())]
     meta = (place for place in places if place.type == "meta")
     return next(meta, places[0] if places else torch.device("cpu"))
@@ -48,7 +48,7 @@ def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def without_keeping(module: nn.Module) -> Iterator[None]:
-    """Drop tensors without values that a trace keeps in modules or dictionaries of theirs."""
+    """Remove fake tensors that a trace has left in modules, or in dictionaries of theirs."""
     owners = [vars(part) for part in module.modules()]
     held = [*owners, *(v for owner in owners for v in owner.values() if type(v) is dict)]
     before = [(names, dict(names)) for names in held]
@@ -87,9 +87,9 @@ def on_one_device(module: nn.Module, device: torch.device) -> AbstractContextMan
 
 
 def with_layouts(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, parameters that are one number without memory, as those of other ranks' stages, and
-    that may be viewed as complex numbers (pairs in the last dimension) lie in memory as usual: that
-    view needs it. Nothing reads or writes them.
+    """Inside, parameters of other ranks' stages, which are one number without memory, lie in memory
+    as usual if they may be viewed as complex numbers (pairs in the last dimension): that view needs
+    it. Nothing reads or writes them.
     """
     pairs = (p for p in module.parameters() if p.shape[-1:] == (2,) and not any(p.stride()))
     return with_attributes(
@@ -112,14 +112,14 @@ def in_one_process() -> Iterator[None]:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, which takes no memory for parameters and buffers."""
+    """Copy a module to the meta device, which takes no memory for parameters and buffers."""
     return copied(module, torch.device("meta"), {})
 
 
 def copied(
     module: _Module, device: torch.device, twins: dict[torch.Tensor, torch.Tensor]
 ) -> _Module:
-    """A copy on a device; ``twins`` has tensors that are copied already, and gets the others."""
+    """Copy a module to a device; ``twins`` has tensors copied already, and gets the others."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         if tensor not in twins:
             twin = tensor.detach().to(device, copy=True)

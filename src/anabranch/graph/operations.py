@@ -77,11 +77,11 @@ FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
 ALIKE = FACTORIES | words(
     "zeros ones full empty new_empty empty_like expand expand_as repeat tile repeat_interleave"
 )
-"""Operations that make as many rows as they are asked for, of which none is another than the rest;
-``arange``, ``eye`` and a slice of a table make others."""
+"""Operations that make any number of rows, all of them alike, unlike ``arange``, ``eye`` and a
+slice of a table."""
 
 COUNTS = words("histc bincount scatter_add index_add")
-"""Sums over what other values sort into classes, such as the tokens of each expert."""
+"""Sums over entries that other values sort into classes, such as the tokens of each expert."""
 
 ARITHMETIC = PRODUCTS | words("mul div add sub rsub where addcmul")
 
@@ -112,7 +112,7 @@ AT_PLACES = words(
 COPIES = words("alias detach clone to _to_copy contiguous")
 SAME_ENTRIES = COPIES | words("view reshape flatten squeeze unsqueeze permute transpose")
 OF_ZEROS = SAME_ENTRIES | words("sum any mul select slice expand item _local_scalar_dense")
-"""Operations that make zeros of zeros, and of no entries."""
+"""Operations that turn zeros, or no entries, into zeros."""
 
 FINITE = AT_PLACES | words(
     """

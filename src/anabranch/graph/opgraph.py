@@ -26,7 +26,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 """``torch.autocast`` around the forward: to bfloat16, to float16, or none."""
 
 BATCH = -1
-"""The producer of a value that is part of the batch: it is at hand on every device, never sent."""
+"""The producer of a value that is part of the batch: every device has it, so it is never sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class LookupTable:
 class Parameter:
     """A parameter under the model's own name. Operators that name the same one are tied.
 
-    ``table``: what is known of it where the model does nothing with it but look up rows.
+    ``table``: facts about it if the model does nothing with it but look up rows.
     """
 
     name: str
@@ -187,8 +187,8 @@ class OpGraph:
         return self._neighbours((c, v.producer) for v in values for c in v.consumers)
 
     def way_back(self, mask: int) -> int:
-        """Operators of a set through which gradients go back to its inputs; none if no operator
-        outside waits for any.
+        """Return the operators of a set through which gradients go back to its inputs; none if no
+        operator outside waits for any.
         """
         way = 0
         for op in bits(mask):
@@ -224,7 +224,7 @@ class OpGraph:
 
     @cached_property
     def readers(self) -> dict[str, int]:
-        """Parameter name -> bit mask of the operators that read it, of those that any reads."""
+        """Parameter name -> bit mask of its readers, for parameters that any operator reads."""
         readers: dict[str, int] = {}
         for i, op in enumerate(self.ops):
             for name in op.parameters:
@@ -233,7 +233,7 @@ class OpGraph:
 
     @cached_property
     def tied(self) -> dict[str, int]:
-        """Trainable parameters that several operators read, likewise."""
+        """Trainable parameter that several operators read -> bit mask of these."""
         several = ((p.name, self.readers.get(p.name, 0)) for p in self.parameters if p.trainable)
         return {name: mask for name, mask in several if mask.bit_count() > 1}
 
@@ -255,7 +255,7 @@ class OpGraph:
 
 
 def _reached(next_to: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
-    """Per operator, the mask of all that steps to ``next_to`` lead to, itself left out."""
+    """Return, per operator, the mask of all that it reaches by ``next_to``, without itself."""
     masks = [0] * len(next_to)
     for i in order:
         for j in bits(next_to[i]):
@@ -264,7 +264,7 @@ def _reached(next_to: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Positions of the set bits, ascending."""
+    """Generate the positions of the set bits, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

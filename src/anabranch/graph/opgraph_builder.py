@@ -23,7 +23,7 @@ def build(
     training: bool,
     coupled: Collection[str] = (),
 ) -> tuple[OpGraph, tuple[int, ...], dict[int, SampleAxis]]:
-    """The graph of operators, with the call of each value and, by calls, where it has the samples.
+    """Return the graph of operators, the position of each value's call, and position -> samples.
 
     Args:
         coupled: names of operators that are right for the whole batch only.
@@ -84,7 +84,7 @@ def build(
 def _readers(
     program: flat_program.FlatProgram, owners: Mapping[fx.Node, int]
 ) -> dict[fx.Node, set[int]]:
-    """Per node, the operators that read it, directly or through calls that are copied to them."""
+    """Return node -> operators that read it, directly or through calls that are copied to them."""
     readers: dict[fx.Node, set[int]] = defaultdict(set)
     for node in reversed(list(program.graph.nodes)):
         if node.op != "call_function":
@@ -96,8 +96,8 @@ def _readers(
 
 
 def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
-    """Parameters that are only looked up in, by rows that the batch names, so that they have
-    gradients there alone; sparse ones where ``nn.Embedding`` is told so (``sparse=True``).
+    """Return parameters of which nothing is read but rows that the batch names, so that only these
+    have gradients; sparse ones where ``nn.Embedding`` asks for them (``sparse=True``).
     """
     tables_by_name = {}
     for node, source in traits.program.sources.items():
@@ -113,7 +113,7 @@ def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
 
 
 def _lookups(call: fx.Node, weight: fx.Node, traits: CallTraits) -> int:
-    """Rows that a call looks up for each sample; 0 if it is anything but a lookup by the batch."""
+    """Return the rows that a call looks up per sample; 0 if it is no lookup by the batch."""
     if not _may_be_sparse(call) or call.all_input_nodes.count(weight) != 1:
         return 0
     options, twins = arguments(call), arguments(traits.twins[call])
@@ -135,7 +135,7 @@ def _may_be_sparse(call: fx.Node) -> bool:
 
 
 def make_sparse(graph: fx.Graph) -> int:
-    """Let lookups give sparse gradients, in place; how many calls that were."""
+    """Make lookups give sparse gradients, in place; return the number of calls changed."""
     count = 0
     for call in graph.nodes:
         if _may_be_sparse(call) and not arguments(call)["sparse"]:

@@ -1,8 +1,8 @@
 """Ports and aliases: the one that each use of a value or of a tied parameter goes through.
 
 Autograd adds the gradients of a tensor with uses 1 .. m as (((g_m + g_m-1) + ...) + g_1). A run is
-a set of uses that share a leaf on their stage. Any set will do, unless the sum has to be bitwise
-that of one process; then only the uses at its front may share one::
+a set of uses that share a leaf on their stage. Any set may share one, unless the sum has to be
+bitwise that of one process; then only the first uses of the sum may::
 
     stage of the use   m: 1   m-1: 1   m-2: 0   m-3: 1   1: 0
     runs               [--------]      [--]     [--]     [--]

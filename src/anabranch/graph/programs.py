@@ -33,8 +33,8 @@ from anabranch.remembered import remembered
 def jump(
     program: FlatProgram, twice: FlatProgram, other: FlatProgram
 ) -> tuple[fx.Node, Any, Any] | None:
-    """The first call of ``other`` with a number that does not follow from the programs for some
-    samples and for twice as many; with the number of the first of them that it contradicts::
+    """Return the first call of ``other`` with a number that does not follow from the programs for
+    some samples and for twice as many; with the number that it contradicts, and its own::
 
         x.mean() * 2                           the same for all
         x.sum() / len(x)                       another for each: that of the whole batch is put in
@@ -53,7 +53,7 @@ def jump(
 
 
 def _values(call: fx.Node) -> Iterator[Any]:
-    """Arguments that are neither tensors nor sizes."""
+    """Generate the arguments that are neither tensors nor sizes."""
     for name, value in arguments(call).items():
         if not (is_size(call, name) or isinstance(value, fx.Node | torch.device)):
             yield value
@@ -75,9 +75,9 @@ class Programs:
     """Flat programs of one module, which have the same calls for any number of samples.
 
     Attributes:
-        module: the user's, whose parameters the programs use.
-        exporter: which captured the module; has its device, its rewrites and their refusals.
-        made: the programs that there are, on the exporter's device.
+        module: the user's module, whose parameters the programs use.
+        exporter: exporter of the module; has its device, its rewrites and their refusals.
+        made: programs that exist already, on the exporter's device.
     """
 
     module: nn.Module
@@ -107,7 +107,7 @@ class Programs:
         return self.at(self.samples, device=self.exporter.device)
 
     def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
-        """The flat program for a number of samples.
+        """Return the flat program for a number of samples.
 
         Args:
             samples: at least 1.
@@ -132,7 +132,7 @@ class Programs:
         return self.whole_batch.put_in(program)
 
     def under_autocast(self, precision: Precision, device_type: str) -> Programs:
-        """The same programs under autocast, its casts with the operators that read them.
+        """Return the same programs under autocast, with casts in the operators that read them.
 
         Raises:
             ValueError: for another precision than bf16 and fp16.
@@ -189,7 +189,7 @@ class Programs:
         return frozenset(self.whole_batch.names)
 
     def tensors_for(self, names: frozenset[str]) -> frozenset[str]:
-        """The tensors of a batch that tensors and statistics of these names are made of."""
+        """Return the tensors of a batch from which tensors and statistics of these names follow."""
         own = names - self.statistics
         program = self.at(self.samples).statistics
         if own == names or program is None:
@@ -201,7 +201,7 @@ class Programs:
     def with_statistics(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a whole batch, with the statistics that programs of its slices read.
+        """Return the tensors of a whole batch, with the statistics that its slices read.
 
         Args:
             device: where statistics are computed, by default where the tensors are.
@@ -229,7 +229,7 @@ class Programs:
         place: torch.device | None = None,
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs or other values of a program for a batch, from the module's own state."""
+        """Compute outputs, or ``wanted`` values, for a batch, with the module's own state."""
         written = program.changed("parameter")
 
         def find(source: PlaceholderSource) -> torch.Tensor:
@@ -280,7 +280,7 @@ def require_same_calls(
     """Raise CaptureError if a program has other calls than a signature.
 
     Args:
-        known, unknown: inputs that the signature and the program are of, in words.
+        known, unknown: descriptions of the inputs of the signature and of the program.
     """
     if (calls := other.signature()) == signature:
         return
@@ -307,12 +307,12 @@ samples differs by tens of percent."""
 
 
 def halves_agree(programs: Programs, layout: BatchLayout, totals: Mapping[str, Total]) -> bool:
-    """Compare loss and metrics of the example's halves with those of the whole example: it tells
-    what the graph does not show, whether an operator of another library computes across samples.
+    """Compare loss and metrics of the example's halves with those of the whole example, which tells
+    what the graph does not: whether an operator of another library computes across samples.
 
     Args:
-        programs: of a module with values, in evaluation mode, so that nothing is dropped out.
-        totals: of the loss and the metrics, in the order of the outputs, see ``Captured``.
+        programs: programs of a module with values, in evaluation mode, so without dropout.
+        totals: totals of the loss and the metrics, in the order of the outputs, see ``Captured``.
 
     Raises:
         CaptureError: if the module does not run with as many samples.

@@ -1,4 +1,4 @@
-"""Loss and metrics in what the forward of a user's module returns."""
+"""Loss and metrics in the output of a user's module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anabranch.errors import CaptureError
 
 
 def scalars(output: Any) -> dict[str, torch.Tensor]:
-    """Loss and metrics in what a module returned; raises CaptureError without a scalar loss."""
+    """Return loss and metrics of a module's output; raise CaptureError without a scalar loss."""
     entries = _entries(output)
     loss = entries.get("loss")
     if loss is not None and is_fraction(loss):
@@ -40,7 +40,7 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _scalar(name: str, value: Any) -> torch.Tensor | None:
-    """A metric that a module returned, as a scalar tensor; None for anything else."""
+    """Return a metric of a module's output as a scalar tensor; None for anything else."""
     if isinstance(value, torch.Tensor):
         is_scalar = value.dim() == 0 and not value.dtype.is_complex
         return (value if value.dtype.is_floating_point else value.float()) if is_scalar else None
@@ -75,5 +75,5 @@ def _entries(output: Any) -> dict[str, Any]:
 
 
 def fields_of(output: Any) -> dict[str, Any]:
-    """Fields of a named tuple; none for anything else."""
+    """Return the fields of a named tuple; none for anything else."""
     return dict(output._asdict()) if hasattr(output, "_asdict") else {}

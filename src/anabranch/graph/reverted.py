@@ -1,4 +1,4 @@
-"""State that a computation inside a block changes and that is as before afterwards."""
+"""Contexts that restore the state which computations inside them change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anabranch.graph.module_state import with_attributes
 
 
 def written_state(captured: Captured, module: nn.Module) -> list[Tensor]:
-    """Tensors of a module, or of a part of it, that the forward is seen to change."""
+    """Return the tensors of a module, or a part of it, that the traced forward changes."""
     program = captured.programs.example
     names = program.changed("buffer", "parameter")
     named = (*module.named_parameters(), *module.named_buffers())
@@ -22,20 +22,20 @@ def written_state(captured: Captured, module: nn.Module) -> list[Tensor]:
 
 
 def changing_state(captured: Captured) -> list[Tensor]:
-    """Buffers, and parameters that the forward is seen to change."""
+    """Return all buffers, and parameters that the traced forward changes."""
     state = *_writable(captured.module.buffers()), *written_state(captured, captured.module)
     return list(dict.fromkeys(state))
 
 
 def _writable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors without memory that several elements share, which cannot be written to."""
+    """Return tensors that can be written to: no elements of theirs share memory."""
     shapes = ((t, zip(t.shape, t.stride(), strict=True)) for t in tensors)
     return [t for t, sizes in shapes if not any(n > 1 and not s for n, s in sizes)]
 
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Put buffers back that change inside, or are others, when no autograd graph is alive."""
+    """Restore buffers that change inside, or are replaced; no autograd graph may be alive then."""
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     try:
         with unchanged(_writable(module.buffers())):
@@ -47,14 +47,14 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged_state(captured: Captured) -> Iterator[None]:
-    """Put everything back that a forward changes inside."""
+    """Restore all state that a forward changes inside."""
     with unchanged_buffers(captured.module), unchanged(written_state(captured, captured.module)):
         yield
 
 
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put tensors back that change inside, when no autograd graph is alive any more."""
+    """Restore tensors that change inside; no autograd graph may be alive then."""
     before = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
@@ -63,7 +63,7 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Give tensors other values, behind the back of autograd."""
+    """Give tensors other values, unseen by autograd."""
     # All of them, without a look at the device: versions do not show every change (not that of
     # running means), and must not change, because autograd may have saved the buffer.
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):

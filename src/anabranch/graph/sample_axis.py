@@ -8,8 +8,8 @@ dimension counts through ``outer``, then samples, then ``inner``::
     [l, n, h * e]   view(l, n * h, e).transpose(0, 1)     index // h                   inner = h
 
 Sizes at two numbers of samples tell the dimension, strides of views how samples are folded in it.
-Other operations that keep the folded size are taken to keep its order, unless known not to;
-``sample_order`` compares those of which neither is known by numbers.
+Other operations that keep the folded size are taken to keep its order, unless they are known to
+reorder; ``sample_order`` runs operations that are not known either way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MADE = "it is made of their number alone, as torch.arange(2 * n) is"
 
 
 def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, int, int]:
-    """A value as ``[before, samples, after]``, elements in order; 0 samples where it has none."""
+    """Return sizes ``[before, samples, after]`` of a value in order; 0 samples if it has none."""
     if axis.dim < 0:
         return 1, 0, math.prod(shape)
     outer, _, inner = axis.parts(shape, samples)
@@ -63,8 +63,8 @@ def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, i
 def sample_axes(
     program: FlatProgram, other: FlatProgram, reordering: Collection[CallKey] = ()
 ) -> dict[fx.Node, SampleAxis]:
-    """The sample axis of every tensor of a program; ``other`` has twice its samples. The calls in
-    ``reordering`` do not keep the order of folded samples, though their sizes look like it.
+    """Return the sample axis of every tensor of a program; ``other`` has twice its samples. The
+    calls in ``reordering`` do not keep the order of folded samples, though their sizes look so.
     """
     twins = dict(zip(program.graph.nodes, other.graph.nodes, strict=True))
     unordered = {node for key, node in keyed(program.calls) if key in reordering}
@@ -89,7 +89,7 @@ def is_order_known(node: fx.Node) -> bool:
 
 
 def _sizes(value: torch.Tensor) -> list[Any]:
-    """Sizes; None for those that are known in a run only, as of a mask's entries."""
+    """Return sizes; None for a size that only a run knows, as of a mask's entries."""
     return [n if isinstance(n, int) else n.node.maybe_as_int() for n in value.shape]
 
 
@@ -141,7 +141,7 @@ def _viewed(
 def _kept(
     node: fx.Node, here: torch.Tensor, dim: int, samples: int, axes: dict[fx.Node, SampleAxis]
 ) -> SampleAxis:
-    """Folded as in the inputs that have the same folded size, or that are joined to it."""
+    """Return samples folded as in the inputs of the same folded size, or that are joined to it."""
     size, rank = here.shape[dim], here.dim()
     if base_name(node) == "getitem":
         (node,) = node.all_input_nodes
@@ -166,7 +166,7 @@ def _kept(
 
 
 def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis]) -> bool:
-    """True if an operation may bring what is in a dimension into another order."""
+    """True if an operation may bring the entries of a dimension into another order."""
     name = base_name(node).rstrip("_")
     if name in ("index", "index_put"):
         indices = [index for index in arguments(node)["indices"] if index in axes]
@@ -195,7 +195,7 @@ def is_in_order(index: fx.Node) -> bool:
 
 
 def is_index(node: fx.Node, index: fx.Node, axes: Mapping[fx.Node, SampleAxis]) -> bool:
-    """True if a call reads ``index`` as places of samples, such as ``arange(n)``, of its slice."""
+    """True if a call reads ``index`` as places of samples in its slice, such as ``arange(n)``."""
     options, source = arguments(node), node.all_input_nodes[0]
     dim, value = axes.get(source, SampleAxis(-1)).dim, tensor(source)
     indices = options.get("indices", options.get("index"))
@@ -226,7 +226,7 @@ def is_across(
     if name in ("gather", "index_select") and dim in dims_along(node, rank):
         index = options["index"]
     if index is not None and not is_in_order(index):
-        # What is known of the batch alone names samples of all of it.
+        # An index that is known from the batch alone names samples of the whole batch.
         place, is_sample = axes[index], value.shape[dim] == samples
         is_known = index in known and place.dim >= 0 and not place.trouble
         return axis.trouble == RAGGED or (is_known and is_sample)
@@ -266,7 +266,7 @@ def is_over_one_index(einsum: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool
     """False for ``ni,mj->ij`` of samples n and m, a product of two sums over them.
 
     Args:
-        twins: node -> the same one for twice the samples.
+        twins: node -> the same node in the program for twice the samples.
     """
     changed = set()
     terms = str(einsum.args[0]).partition("->")[0].split(",")

@@ -9,8 +9,8 @@ A batch is computed in slices. Read in program order, each value of the program 
     coupled     anything else that several samples decide: right for the whole batch only
 
 A statistic is known before the forward begins, so it is put in as that of the whole batch
-(``whole_batch``), and so is a number that is made of that of the samples. A sum that is divided by
-a statistic is a *weighted mean*, and a mean as well.
+(``whole_batch``), and so is a number that follows from the number of samples. A sum that is divided
+by a statistic is a *weighted mean*, and a mean as well.
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
@@ -93,7 +93,7 @@ class _Follower:
                 self.read.update(node.all_input_nodes)
             elif node in self.read or written(node):
                 self.read.update(self.value_inputs(node))
-        # What the forward changes is another number in every micro-batch.
+        # Buffers that the forward changes differ between micro-batches.
         self.changing = program.changed("buffer")
 
     def result(self) -> SampleFlow:
@@ -120,11 +120,11 @@ class _Follower:
         )
 
     def axis(self, node: fx.Node) -> SampleAxis:
-        """The samples of a value; none in what is no tensor."""
+        """Return the samples of a value; an axis without samples for anything but a tensor."""
         return self.axes.get(node, SampleAxis(-1))
 
     def value_inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Inputs that a value depends on, also where their data tells its size alone."""
+        """Return inputs that a value depends on, also if their data tells only its size."""
         is_ragged = self.axis(node).trouble == RAGGED
         return node.all_input_nodes if is_ragged else value_inputs(node)
 
@@ -150,8 +150,8 @@ class _Follower:
                     self.flows[other] = replace(self.flows[other], known=False)
 
     def with_counts(self, node: fx.Node, flow: Flow) -> Flow:
-        """The flow of a call, which may read a count: one that weighs what is learned, as in the
-        balance of experts, has to be that of the whole batch.
+        """Return the flow of a call that may read a count: a count that weighs learned values, as
+        in the balance of experts, has to be that of the whole batch.
         """
         inputs = [self.flows[source] for source in node.all_input_nodes]
         value = tensor(node)
@@ -169,7 +169,7 @@ class _Follower:
         # Random numbers are drawn in the forward, so nothing made of them is known before it.
         known = all(self.flows[source].known for source in read) and not is_random(node.target)
         axis = self.axis(node)
-        # Where rows of the whole batch are put in, they are as a tensor of the batch is.
+        # Rows of the whole batch that are put in are like a tensor of the batch.
         inputs = [Flow("samples") if self.has_rows(n) else self.flows[n] for n in read]
         is_hidden = axis.dim < 0 or axis.trouble == PAIRS
         assumed = self.by_assumption(node, inputs, known) if is_hidden else None
@@ -180,7 +180,7 @@ class _Follower:
     def sliced(
         self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool
     ) -> Flow | None:
-        """Flow of a value that slices compute, given statistics of the batch; None for others."""
+        """Return the flow of a value that slices can compute, given statistics, or None."""
         kinds = {flow.kind for flow in inputs}
         if (
             axis.trouble == PAIRS
@@ -190,7 +190,7 @@ class _Follower:
             return None
         if kinds <= {"constant"}:
             return self.without_samples(node, axis, known)
-        # What is known is the whole batch's until something learned reads it.
+        # Known values are those of the whole batch until something learned reads them.
         rows = filter(self.has_rows, value_inputs(node))
         is_part = base_name(node) == "getitem" and inputs[0].kind == "statistic" and axis.dim >= 0
         if (
@@ -209,7 +209,7 @@ class _Follower:
         return Flow("statistic") if known and flow is not None and flow.kind in _TOTALS else flow
 
     def together(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
-        """The flow of a value that the whole batch tells alone: put in where it is known."""
+        """Return the flow of a value that only the whole batch tells: put in if it is known."""
         self.uses = [use for use in self.uses if use[0] is not node]
         if known:  # readers of what is coupled have the whole batch
             return Flow("coupled" if axis.trouble else "statistic")
@@ -223,7 +223,7 @@ class _Follower:
         return is_statistic and self.axis(node).dim >= 0
 
     def by_assumption(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
-        """A value of an unknown operator in which the samples cannot be seen; None for others.
+        """Return the flow of a value of an unknown operator that hides the samples, or None.
 
         A scalar is a mean or a sum over samples. Anything larger has the samples in an order of the
         operator's own, as tokens by expert are, and so has what is made of it.
@@ -259,7 +259,7 @@ class _Follower:
         )
 
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow | None:
-        """A value made of constants alone, such as torch.zeros(n)."""
+        """Return the flow of a value made of constants alone, such as torch.zeros(n)."""
         if axis.dim >= 0:
             is_place = bool(axis.trouble) and is_integer(node)
             is_alike = base_name(node) in operations.ALIKE or is_random(node.target)
@@ -270,7 +270,7 @@ class _Follower:
         return Flow("constant", known) if self.put_in(node) else None
 
     def several(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
-        """Several tensors, each of which ``getitem`` takes out; or a number."""
+        """Return the flow of several tensors, which ``getitem`` takes out, or of a number."""
         name = base_name(node)
         if name in operations.BATCH_NORMS:
             self.normalise(node)
@@ -286,7 +286,7 @@ class _Follower:
         (self.coupling if is_whole else self.normalised).append(node)
 
     def per_sample(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
-        """A value with samples."""
+        """Return the flow of a value with samples."""
         name = base_name(node).rstrip("_")
         is_coupled = any(flow.kind in _TOTALS for flow in inputs) or self.mixes(node)
         if is_coupled or not self.put_in(node):
@@ -317,8 +317,8 @@ class _Follower:
         return all(with_tensor(node, name) for name in numbers)
 
     def changed(self, node: fx.Node) -> dict[str, tuple[Any, Any]]:
-        """Numbers among the arguments that are others for twice the samples; sizes, which have to
-        fit the tensors, only where the result has no samples.
+        """Return numbers among the arguments that differ for twice the samples; sizes, which have
+        to fit the tensors, only if the result has no samples.
         """
         axis = self.axes.get(node, SampleAxis(-1, trouble=RAGGED))
         has_samples = axis.dim >= 0 or axis.trouble == RAGGED
@@ -331,7 +331,7 @@ class _Follower:
         }
 
     def for_batch(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
-        """A value without samples that is made from some."""
+        """Return the flow of a value without samples that depends on the batch or a constant."""
         name = base_name(node).rstrip("_")
         sources = node.all_input_nodes
         kinds = {flow.kind for flow in inputs}
@@ -343,7 +343,7 @@ class _Follower:
         if "samples" in kinds:
             is_sliced = kinds.isdisjoint(_TOTALS) and self.put_in(node)
             return self.reduced(node, name, moving, known) if is_sliced else None
-        # Of values without samples alone.
+        # Now all inputs are values without samples.
         if kinds.issuperset(_TOTALS):
             return None
         is_mean, all_move = "mean" in kinds, len(moving) == len(inputs)
@@ -367,7 +367,7 @@ class _Follower:
         return Flow("mean" if is_mean or share else "sum", known) if is_linear else None
 
     def reduced(self, node: fx.Node, name: str, moving: list[Flow], known: bool) -> Flow | None:
-        """A reduction over the samples."""
+        """Return the flow of a reduction over the samples."""
         ragged = any(self.axis(n).trouble == RAGGED for n in node.all_input_nodes)
         how = arguments(node).get("reduction")  # of a loss: 1 is the mean, 2 the sum
         if how is not None and "::" not in name:

@@ -2,8 +2,8 @@
 
 Sizes do not tell the order of samples that share a dimension with something else, and an operator
 of another library may do anything. So the example is computed again with its samples rotated, and
-once more with the first two exchanged. What keeps the order gives the same result, rearranged
-likewise; from three samples on, nothing else commutes with both::
+once more with the first two exchanged. An operation that keeps the order gives the same result,
+rearranged in the same way; from three samples on, no other operation does so both times::
 
     v  = f(a, b, c)            f = identity     f = reversal
     f(c, a, b)  against  v rotated      =       b a c  against  a c b
@@ -28,9 +28,9 @@ TOLERANCE = 1e-2
 
 
 def uncertain_calls(programs: Programs, folded: Collection[int]) -> frozenset[CallKey]:
-    """Calls above the ``folded`` values that stages may send, given by positions, if neither their
-    operation nor sizes tell that their results have the samples in order; none where there are no
-    numbers to compare.
+    """Return the calls on which ``folded`` values (positions of calls) depend, if neither operation
+    nor sizes tell that their results have the samples in order; none where there are no numbers to
+    compare.
     """
     samples, device = programs.samples, programs.exporter.device
     if not folded or device.type == "meta":
@@ -56,11 +56,11 @@ def _is_folded(axis: SampleAxis | None, value: Tensor | None, samples: int) -> b
 def reordering_calls(
     programs: Programs, layout: BatchLayout, calls: Collection[CallKey]
 ) -> frozenset[CallKey]:
-    """Those of some calls that bring folded samples into another order, and those of which the
-    example does not tell, as all of its samples have the same value.
+    """Return the calls that bring folded samples into another order, or of which the example does
+    not tell, as all of its samples have the same value.
 
     Args:
-        programs: of a module with values, in evaluation mode, so that nothing is dropped out.
+        programs: programs of a module with values, in evaluation mode, so without dropout.
 
     Raises:
         CaptureError: if the module does not run with three samples, or as many as the example has.

@@ -69,7 +69,7 @@ def decompose(graph: OpGraph) -> Node:
 
 
 def operators(node: Node) -> Iterator[int]:
-    """Operators of a part, branch after branch: a topological order of them."""
+    """Generate the operators of a part, branch after branch, in a topological order."""
     if isinstance(node, Leaf):
         yield node.op
     else:
@@ -78,7 +78,7 @@ def operators(node: Node) -> Iterator[int]:
 
 
 def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
-    """A key that is equal for parts that a planner may treat as the same: shape, keys of the
+    """Return a key that is equal for parts that a planner may treat as the same: shape, keys of the
     operators (their costs), and sizes and ends of the values that they read and make.
     """
     order = list(operators(node))
@@ -126,7 +126,7 @@ def _decompose(graph: OpGraph, mask: int) -> Node:
 
 
 def _components(graph: OpGraph, mask: int) -> list[int]:
-    """Parts that do not depend on each other, in the order of their first operators."""
+    """Return parts that do not depend on each other, in the order of their first operators."""
     parts = []
     while mask:
         part, frontier = 0, mask & -mask
@@ -142,9 +142,9 @@ def _components(graph: OpGraph, mask: int) -> list[int]:
 
 
 def _series(graph: OpGraph, mask: int) -> list[int]:
-    """Parts of which each wholly precedes the next."""
-    # A cut before operator i is one if all that comes before it is an ancestor of all that does
-    # not. In any topological order, what wholly precedes the rest is a prefix.
+    """Return parts of which each wholly precedes the next."""
+    # A cut before operator i is valid if all operators before it are ancestors of all others. In
+    # any topological order, a part that wholly precedes the rest is a prefix.
     chosen = list(bits(mask))
     common = mask
     cuts = []
@@ -159,7 +159,9 @@ def _series(graph: OpGraph, mask: int) -> list[int]:
 
 
 def _sparsest_cut(graph: OpGraph, mask: int) -> int:
-    """The prefix that, put before the rest, orders the smallest share of independent pairs."""
+    """Return the prefix that, put before the rest, orders the fewest independent pairs, as a share
+    of the pairs that it separates.
+    """
     size = mask.bit_count()
     best: tuple[float, int] | None = None
     result = 0
@@ -176,7 +178,7 @@ def _sparsest_cut(graph: OpGraph, mask: int) -> int:
 
 
 def _orders(graph: OpGraph, mask: int) -> Iterator[list[int]]:
-    """Topological orders: as given, by longest way from a source, by longest way to a sink."""
+    """Generate topological orders: as given, by longest way from a source, and to a sink."""
     chosen = list(bits(mask))
     yield chosen
     early, late = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)

@@ -1,4 +1,4 @@
-"""Slices of parameters, which know their whole by their names.
+"""Slices of parameters, whose names tell the whole parameter.
 
 ``top.0.weight[1:4096:8192]`` are the columns 4096 to 8191 (dimension 1) of ``top.0.weight``. A
 slice of a slice counts from where that begins. A stage holds slices as parameters of their own; in
@@ -35,13 +35,13 @@ class Slice:
         return f"{self.whole}[{self.dim}:{self.start}:{self.stop}]"
 
     def view(self, whole: Tensor) -> Tensor:
-        """The slice of the parameter, or of what has its shape, as a dense tensor."""
+        """Return the slice of the parameter, or of a tensor of its shape, as a dense tensor."""
         whole = whole.to_dense() if whole.is_sparse else whole
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
 def slice_named(name: str) -> Slice | None:
-    """The slice of that name; None for a whole parameter."""
+    """Return the slice of that name; None for a whole parameter."""
     match = _NAME.match(name)
     if match is None:
         return None
@@ -50,13 +50,13 @@ def slice_named(name: str) -> Slice | None:
 
 
 def whole_name(name: str) -> str:
-    """Name of the model's parameter that a name is a slice of, or the name itself."""
+    """Return the name of the model's parameter that a name is a slice of, or the name itself."""
     part = slice_named(name)
     return name if part is None else whole_name(part.whole)
 
 
 def view_named(name: str, whole: Tensor) -> Tensor:
-    """The slice of that name of the model's parameter, or of what has its shape."""
+    """Return the slice of that name of the model's parameter, or of a tensor of its shape."""
     part = slice_named(name)
     return whole if part is None else part.view(view_named(part.whole, whole))
 
@@ -64,10 +64,10 @@ def view_named(name: str, whole: Tensor) -> Tensor:
 def in_slices(
     wholes: Mapping[str, Held], names: Iterable[str], cut: Callable[[str, Held], Held]
 ) -> dict[str, Held]:
-    """Parameters of a model in its order, with slices of these names in place of the wholes.
+    """Return parameters of a model in its order, with slices of these names in place of whole ones.
 
     Args:
-        names: of parameters, slices among them.
+        names: names of parameters, slices among them.
         cut: makes the slice of a name from the whole.
     """
     slices: dict[str, list[Slice]] = {}
@@ -86,7 +86,7 @@ def read_by_name(key: str, keys: Collection[str], read: Callable[[str], Tensor])
     """Read a tensor that is stored as it is, or whole, or in slices that make up the whole.
 
     Args:
-        keys: of the stored tensors of the same whole.
+        keys: keys of the stored tensors of the same whole.
 
     Raises:
         ValueError: if slices are missing.
@@ -100,7 +100,7 @@ def read_by_name(key: str, keys: Collection[str], read: Callable[[str], Tensor])
 
 
 def _joined(parts: Mapping[str, Tensor]) -> Tensor:
-    """The whole of slices; a number, such as of steps, is the same in each."""
+    """Join slices into the whole; a number, such as of steps, is the same in each."""
     first = next(iter(parts.values()))
     if not first.dim():
         return first
@@ -119,7 +119,7 @@ def _joined(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _begin(name: str, dims: int) -> list[int]:
-    """Offset at which a slice begins in each dimension of the whole."""
+    """Return the offset at which a slice begins in each dimension of the whole."""
     part = slice_named(name)
     if part is None:
         return [0] * dims

@@ -34,14 +34,14 @@ _LEAVES = (
 
 
 def place_of(frame: FrameType) -> str:
-    """File, line and text of the line that a frame is at."""
+    """Return file, line and text of the line that a frame is at."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
     return f"{file}:{line}" + (f" ({text})" if text else "")
 
 
 def passing_truth(frame: FrameType) -> bool | None:
-    """The truth with which a statement goes on whose other branch raises; None for others."""
+    """Return the truth with which a statement goes on if its other branch raises, or None."""
     for statement, _, is_negated, _ in _questions(frame, ast.If, ast.Assert):
         raises = not isinstance(statement, ast.Assert) and _raises(statement.body)
         if isinstance(statement, ast.Assert) or raises != _raises(statement.orelse):
@@ -50,8 +50,8 @@ def passing_truth(frame: FrameType) -> bool | None:
 
 
 def lines_of_branch(frame: FrameType, nonempty: bool | None = None) -> range | None:
-    """Lines of the work that a statement leaves out where a selection is empty: its branch, or what
-    follows a ``continue`` in its loop. None for statements that do anything else.
+    """Return lines of the work that a statement leaves out where a selection is empty: its branch,
+    or the rest of its loop after ``continue``. None for statements that do anything else.
 
     Args:
         nonempty: the truth of what is asked if there are entries; None if their number is asked.
@@ -72,7 +72,7 @@ def lines_of_branch(frame: FrameType, nonempty: bool | None = None) -> range | N
 
 
 def lines_of_loop(frame: FrameType) -> range | None:
-    """Lines of a loop over the entries of what a frame has just computed; None for others."""
+    """Return lines of a loop over entries of a value that a frame has just computed, or None."""
     if dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER":
         for statement, _, _, parents in _questions(frame, ast.For):
             if _is_closed([statement], parents, frame):
@@ -89,8 +89,8 @@ def _parsed(source: str) -> tuple[ast.Module, dict[ast.AST, ast.AST]]:
 def _questions(
     frame: FrameType, *kinds: type[ast.stmt]
 ) -> Iterator[tuple[Any, ast.expr, bool, dict[ast.AST, ast.AST]]]:
-    """Statements at which a frame may be, each with the part of its test that asks, whether that is
-    behind ``not``, and the parents of all nodes of the file.
+    """Generate statements at which a frame may be, each with the part of its test that asks,
+    whether that part is behind ``not``, and the parents of all nodes of the file.
     """
     code = frame.f_code
     try:
@@ -112,7 +112,7 @@ def _questions(
 
 
 def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
-    """Parts of a test whose truth Python asks for, each with whether it stands behind ``not``."""
+    """Generate parts of a test whose truth Python asks for, and whether each is behind ``not``."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operands(test.operand, not is_negated)
     elif isinstance(test, ast.BoolOp):
@@ -123,7 +123,7 @@ def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.ex
 
 
 def _raises(branch: list[ast.stmt]) -> bool:
-    """True for a branch that has no other end than an exception."""
+    """True for a branch that can only end in an exception."""
     inside = (node for statement in branch for node in ast.walk(statement))
     leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
     return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
@@ -149,7 +149,7 @@ def _adds_nothing(branch: list[ast.stmt]) -> bool:
 
 
 def _truth_of_length(operand: ast.expr) -> bool | None:
-    """The truth of a length, or of its comparison with a number, that all but zero have."""
+    """Return the truth that a length, or its comparison, has for all lengths but zero, or None."""
     if not isinstance(operand, ast.Compare):
         return True
     name, number = type(operand.ops[0]).__name__, operand.comparators[0]
@@ -164,14 +164,14 @@ def _is_length(part: Any) -> bool:
 
 
 def truth_if_compared(name: str, number: Any) -> bool | None:
-    """The truth that all counts but zero have if they are compared with a number."""
+    """Return the truth that a comparison with a number has for all counts but zero, or None."""
     if name not in COMPARED or type(number) is not int:
         return None
     return truth_unless_zero(lambda count: COMPARED[name](count, number))
 
 
 def truth_unless_zero(truth: Callable[[int], bool]) -> bool | None:
-    """The truth that all counts have but zero, if their truth changes once; None for others."""
+    """Return the truth that all counts but zero have, if zero has the other one; else None."""
     zero, *more = map(truth, (0, 1, 2, 3))
     return more[0] if len({*more}) == 1 and more[0] != zero else None
 

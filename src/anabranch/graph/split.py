@@ -10,8 +10,8 @@ they need, and the model's own parameters. What crosses a stage boundary goes th
     |      +-> d     |         |                |
     +----------------+         +----------------+
 
-Where samples share a dimension with something else, as frames of a video do, a port has a view that
-slices of them cut, and its reader the value again::
+Where samples share a dimension with something else, as with the frames of a video, a port carries a
+view with a dimension for the samples, and its reader restores the value::
 
     v: [n * f, l]     sent: v.unflatten(0, [1, n, f]).movedim(1, 0)     read: the same undone
 
@@ -108,7 +108,7 @@ def split(captured: Captured, stages: Sequence[Sequence[str]], *, exact: bool = 
 
 
 def stages_like(evaluation: Captured, stages: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Stages of the training graph for the evaluation graph, less the operators that it lacks."""
+    """Return stages of the training graph without the operators that the evaluation graph lacks."""
     return [[name for name in names if name in evaluation.graph.index] for names in stages]
 
 
@@ -128,7 +128,7 @@ class Split:
         self.ports = self._uses.ports
 
     def under_autocast(self, precision: Precision | None, device_type: str) -> Split:
-        """The same stages under autocast, see ``Captured.under_autocast``."""
+        """Return the same stages under autocast, see ``Captured.under_autocast``."""
         captured = self.captured.under_autocast(precision, device_type)
         return Split(captured, self.stage_of, self.num_stages, self.exact)
 
@@ -142,18 +142,18 @@ class Split:
         return {name: tuple(sorted(s)) for name, s in holders.items() if len(s) > 1}
 
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """The model's parameters that a stage reads, in the model's order."""
+        """Return the model's parameters that a stage reads, in the model's order."""
         ops = self.captured.graph.ops
         read = {n for i, op in enumerate(ops) if self.stage_of[i] == stage for n in op.parameters}
         return {n: p for n, p in self.captured.parameters().items() if n in read}
 
     def buffers(self, stage: int) -> dict[str, torch.Tensor]:
-        """The model's buffers that a stage reads or updates, in the model's order."""
+        """Return the model's buffers that a stage reads or updates, in the model's order."""
         read = self._sources(stage, "buffer")
         return {n: b for n, b in self.captured.module.named_buffers() if n in read}
 
     def leaves(self, stage: int) -> set[str]:
-        """Names of the tensors of a batch that a stage reads."""
+        """Return the names of the tensors of a batch that a stage reads."""
         return self._sources(stage, "batch")
 
     def _sources(self, stage: int, kind: str) -> set[str]:
@@ -164,7 +164,9 @@ class Split:
     def program(
         self, stage: int, samples: int, *, device: torch.device | str | None = None
     ) -> StageProgram:
-        """A stage for a number of samples, its tensors made on ``device`` or by the parameters."""
+        """Return a stage for a number of samples; new tensors are on ``device``, by default where
+        the parameters are.
+        """
         place = torch.device(device) if device is not None else self.captured.programs.device
         return self._stage_program(stage, samples, place)
 
@@ -176,13 +178,13 @@ class Split:
 
     @remembered
     def _strides(self, samples: int, place: torch.device) -> Strides:
-        """Strides of the gradients of values that are sent, where they are those of one process."""
+        """Return strides of the gradients of sent values, in exact mode those of one process."""
         program = self.captured.programs.at(samples, device=place)
         sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
         return gradient_strides(program, [program.calls[call] for call in sent])
 
     def needed(self, program: FlatProgram, stage: int) -> list[fx.Node]:
-        """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
+        """Return the nodes of a stage in order: its calls, free calls they read, placeholders."""
         owners = self.captured.programs.grouping.owner_of(program)
         nodes = list(program.graph.nodes)
         needed: set[fx.Node] = set()
@@ -275,8 +277,8 @@ class _Cutter:
         return names
 
     def unfolded(self, value: int) -> tuple[torch.Tensor, int, list[int]]:
-        """A tensor like a value, with the samples in a dimension of their own, and that one; sizes
-        of the dimension that they share in the value, if it is not their own.
+        """Return a tensor like a value with a dimension for the samples, that dimension, and the
+        sizes of the dimension that samples share in the value, if they share one.
         """
         like, call = self.node_of(value).meta["val"].detach(), self.captured.value_calls[value]
         axis = self.captured.axes.get(call)
@@ -326,7 +328,7 @@ class _Cutter:
         return self.aliases[call][order]
 
     def with_strides(self, call: int) -> fx.Node:
-        """A value that is sent; in exact mode its gradient gets the strides of one process."""
+        """Return a value to send; in exact mode its gradient gets the strides of one process."""
         node = self.calls[call]
         strides = self.strides.get(node)
         if strides is None:

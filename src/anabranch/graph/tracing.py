@@ -172,8 +172,8 @@ def _constant_calls(
     value: torch.Tensor | torch.SymBool,
     known: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
 ) -> list[fx.Node] | None:
-    """Calls that make a traced value of nothing but constants, sizes and ``known`` inputs, in
-    order; None where it depends on another input or on random numbers, or is written to.
+    """Return the calls that make a traced value of constants, sizes and ``known`` inputs alone, in
+    order; None if it depends on another input or on random numbers, or is written to.
     """
     if (traced := traced_node(value)) is None:
         return None
@@ -198,8 +198,8 @@ def _constant_truth(
     state: Sequence[torch.Tensor | None] = (),
     asked: set[int] | None = None,
 ) -> bool | None:
-    """The truth of a traced value that is the same for any batch, None for others. ``asked`` gets
-    the positions of the inputs that it follows from, among those with a known ``state``.
+    """Return the truth of a traced value that is the same for any batch, None for others. ``asked``
+    gets the positions of the inputs that it follows from, among those with a known ``state``.
     """
     if (traced := traced_node(value)) is None:
         return None
@@ -219,7 +219,7 @@ def _constant_truth(
 def _computed(
     calls: list[fx.Node], known: Mapping[fx.Node, torch.Tensor], times: int
 ) -> torch.Tensor:
-    """The value of the last call for so many times the samples."""
+    """Compute the value of the last call for so many times the samples."""
     values: dict[fx.Node, Any] = {}
     for node in calls:
         call: Any = node.target
@@ -361,7 +361,7 @@ _OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("graph", "runtime"))
 
 
 def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
-    """File and line of the innermost frame that is not torch's, Python's own or ours."""
+    """Return file and line of the innermost frame that is not torch's, Python's own or ours."""
     place = "the module's forward"
     for frame in stack:
         name = os.path.abspath(frame.filename)
@@ -375,6 +375,6 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
 
 
 def user_line(node: fx.Node) -> str:
-    """File and line of the innermost forward, the user's or a library's, that makes a call."""
+    """Return file and line of the innermost forward, the user's or a library's, of a call."""
     trace = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
     return user_frame(traceback.FrameSummary(file, int(line), name) for file, line, name in trace)

@@ -1,9 +1,9 @@
 """Calls whose gradients of weights can wait until gradients of a stage's inputs are sent.
 
-Parameters can wait that one call reads alone, perhaps behind a transpose. One with several uses
-cannot: autograd adds up its uses in one order. What waits holds the gradients of the call's result.
-Those of group normalisation do not: PyTorch's kernel for tensors with channels last on a CPU ends
-the process where the gradient of the input is not asked for as well (2.13).
+A parameter can wait if one call alone reads it, perhaps through a transpose. One with several uses
+cannot: autograd adds up its uses in one order. Until then the gradients of the call's result stay
+in memory. Group normalisation does not wait: PyTorch's kernel for tensors with channels last on a
+CPU ends the process if the gradient of the input is not asked for as well (2.13).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from anabranch.graph.split import StageProgram
 
 
 def waiting_bytes(program: StageProgram) -> int:
-    """Bytes of the gradients that are held until those of the weights are computed, without those
-    of a size that depends on the data, as of the tokens of an expert.
+    """Return bytes of the gradients that are held until those of the weights are computed, without
+    gradients of a size that depends on the data, as of the tokens of an expert.
     """
     calls = calls_with_weights(program.module, program.ways_back)
     values = [node.meta["val"] for node in calls]

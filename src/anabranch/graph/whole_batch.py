@@ -11,21 +11,21 @@ before the forward begins, and enter as tensors of the batch with one row per sa
 A slice's share of the count is that of its samples, so the loss of the batch stays the mean over
 samples of those of its slices. Where all labels count, nothing changes, not in one bit.
 
-So does whatever else is known before the forward, and that a slice has otherwise: a number made of
-that of the samples, ``1 / len(x)``, and a value with samples, such as ``x.softmax(0)``, of which
-each sample has its own row.
+All other values that are known before the forward, and differ in a slice, enter in the same way: a
+number that follows from the number of samples, ``1 / len(x)``, and a value with samples, such as
+``x.softmax(0)``, of which each sample has its own row.
 
 A router's auxiliary loss multiplies two sums over all tokens of a batch, so it is right for the
-whole batch only. What it sums is made in the layers, and a sum has no samples that a slice could
-have: without more, the loss and all layers before it would be one operator. So such a sum gets one
-row per sample, and whoever reads it for the whole batch has the rows of all slices::
+whole batch only. The summed values are made in the layers, and a sum has no samples that could be
+cut: by itself, the loss and all layers before it would be one operator. So such a sum gets one row
+per sample, and its readers for the whole batch have the rows of all slices::
 
     slice         p = probabilities.sum(0)        rows = [p, 0, 0, ...]    or, of a mean, [p, p, p]
     whole batch   p = rows.sum(0)                                          rows.mean(0)
                   loss = (f * p).sum() + ...
 
-What is computed from rows is an operator of its own (``WHOLE_BATCH_LOSS``), and the layers keep
-their micro-batches and replicas.
+Calls that compute from rows are an operator of their own (``WHOLE_BATCH_LOSS``), and the layers
+keep their micro-batches and replicas.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ WHOLE_BATCH_LOSS = "whole_batch_loss"
 """Path of the calls that read rows, and the name of their operator."""
 
 _FOLDED_NUMEL = 4096
-"""Numbers of a sum that are sent per sample where what it sums cannot be; so many experts."""
+"""Most numbers of a sum that are sent per sample if the summed values cannot be; bounds experts."""
 
 _aten = torch.ops.aten
 Sums = tuple[tuple[int, bool], ...]
 
 
 def batch_sums(program: FlatProgram, flow: SampleFlow) -> Sums:
-    """Sums that a coupled loss reads: the position of their call, and whether it is a mean."""
+    """Return sums that a coupled loss reads: position of the call, and whether it is a mean."""
     loss = program.outputs[0]
     coupled = above(flow.coupling, loss)
     if not coupled:
@@ -91,12 +91,12 @@ def _is_sum(node: fx.Node, flow: SampleFlow) -> bool:
 
 
 def _is_small(node: fx.Node, program: FlatProgram, flow: SampleFlow) -> bool:
-    """True if rows of a sum take less than what it sums, where that can be sent."""
+    """True if rows of a sum take less than the summed values, if these can be sent."""
     value = tensor(node)
     assert value is not None
     values = [tensor(n) for n in node.all_input_nodes if flow.flows[n].kind == "samples"]
     inputs = [x for x in values if x is not None]
-    # What a mask selects has a size that depends on the data.
+    # Values that a mask selects have a size that depends on the data.
     sized = [x for x in inputs if all(isinstance(size, int) for size in x.shape)]
     sent = [x.numel() // program.samples for x in sized]
     folded = len(sized) < len(inputs) or any(program.samples not in x.shape for x in sized)
@@ -104,7 +104,7 @@ def _is_small(node: fx.Node, program: FlatProgram, flow: SampleFlow) -> bool:
 
 
 def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
-    """Let readers of sums have them from rows, in place; ``sums`` are positions in ``calls``."""
+    """Make readers of sums compute them from rows, in place; ``sums``: positions in ``calls``."""
     behind = dict[fx.Node, None]()
     for position, is_mean in sums:
         value = calls[position]
@@ -139,7 +139,7 @@ class WholeBatch:
     """Calls that read statistics, by positions in the program, equal for any number of samples.
 
     Attributes:
-        statistics: what is needed of the whole batch.
+        statistics: values that slices need of the whole batch.
         uses: (position of the reading node, number of the statistic).
         sums: calls whose values reach a coupled loss as rows, see ``batch_sums``.
     """
@@ -150,7 +150,7 @@ class WholeBatch:
 
     @staticmethod
     def of(program: FlatProgram, flow: SampleFlow) -> WholeBatch:
-        """The statistics of the whole batch that a program reads."""
+        """Return the statistics of the whole batch that a program reads."""
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         statistics = tuple(dict.fromkeys(statistic for _, statistic in flow.uses))
         uses = ((position[call], statistics.index(statistic)) for call, statistic in flow.uses)
@@ -158,11 +158,11 @@ class WholeBatch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors that a batch has besides its own."""
+        """Names of the tensors of statistics, which a batch has besides its own tensors."""
         return tuple(f"statistic of the batch {i}" for i in range(len(self.statistics)))
 
     def put_in(self, program: FlatProgram) -> FlatProgram:
-        """The program of a slice, with statistics as tensors of the batch and its sums as rows."""
+        """Return the program of a slice, with statistics as tensors of the batch, sums as rows."""
         calls, nodes = program.calls, list(program.graph.nodes)
         values = [
             _number(nodes[s.position], s.argument) if s.argument else nodes[s.position]
@@ -198,13 +198,13 @@ class WholeBatch:
         return sliced
 
     def rows(self, values: list[Tensor], samples: int) -> dict[str, Tensor]:
-        """The tensors of a batch with these statistics, one row per sample."""
+        """Return tensors of a batch for these statistics, one row per sample."""
         triples = zip(self.names, values, self.statistics, strict=True)
         return {name: _as_rows(value, kind, samples) for name, value, kind in triples}
 
 
 def _as_rows(value: Tensor, statistic: Statistic, samples: int) -> Tensor:
-    """A statistic as rows ``[n, ...]``; of folded samples ``[n, ..., outer, inner, ...]``."""
+    """Return a statistic as rows ``[n, ...]``; if folded, ``[n, ..., outer, inner, ...]``."""
     if (axis := statistic.axis) is not None:
         sizes = axis.parts(value.shape, samples)
         return torch.unflatten(value, axis.dim, sizes).movedim(axis.dim + 1, 0)
@@ -213,7 +213,7 @@ def _as_rows(value: Tensor, statistic: Statistic, samples: int) -> Tensor:
 
 
 def _made(program: FlatProgram, wanted: list[fx.Node]) -> FlatProgram:
-    """The part of a program that makes some values."""
+    """Return the part of a program that makes some values."""
     graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in upstream(wanted):
         copied[node] = graph.node_copy(node, copied.__getitem__)
@@ -223,7 +223,7 @@ def _made(program: FlatProgram, wanted: list[fx.Node]) -> FlatProgram:
 
 
 def _number(call: fx.Node, argument: str) -> fx.Node:
-    """A number among the arguments of a call as a tensor before it."""
+    """Insert a tensor of a number among the arguments of a call, before the call."""
     number, value = arguments(call)[argument], call.meta["val"]
     kind = number.meta["val"] if isinstance(number, fx.Node) else number
     dtype = torch.int64 if isinstance(kind, int | torch.SymInt) else torch.float64

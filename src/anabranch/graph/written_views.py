@@ -1,7 +1,7 @@
 """Writes into memory that has several names, as new values.
 
-A program is analysed and cut by who reads what. A write through a view, ``t[:, 0] = -100``, has no
-reader: who reads ``t`` afterwards does not name it. So the write makes a new value for readers::
+A program is analysed and cut by the readers of values. A write through a view, ``t[:, 0] = -100``,
+has no reader: later readers of ``t`` do not name it. So the write makes a new value for them::
 
     v = select(t, 1, 0)                       v = select(t, 1, 0)
     fill_(v, -100)                            f = full_like(v, -100)
@@ -44,8 +44,8 @@ def writes_first(target: Any) -> bool:
 
 
 def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None:
-    """The first argument of a write (``writes_first``) afterwards, as a new value; None if no
-    operation makes it.
+    """Make the value that a write (``writes_first``) leaves in its first argument, as a new value;
+    return None if no operation makes it.
     """
     name, (changed, *others) = target._schema.name.removeprefix("aten::").rstrip("_"), args
     if "::" in name or is_random(target):
@@ -72,7 +72,7 @@ def new_value(target: Any, args: Any, kwargs: Any, make: Make) -> fx.Node | None
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """Path of views and writes to a node, the value whose memory it is in first."""
+    """Return the path of views and writes to a node, from the value in whose memory it is."""
     path = [node]
     while (source := _source(path[0])) is not None:
         path.insert(0, source)
@@ -91,7 +91,7 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 
 def put_back(view: fx.Node, source: fx.Node, value: fx.Node, make: Make) -> fx.Node | None:
-    """The source of a view that has become ``value``; None if it cannot be told."""
+    """Make the source of a view whose new value is ``value``; return None if that is impossible."""
     if writes_first(view.target):
         return value
     make = _of_reals(make)
@@ -137,8 +137,8 @@ def _put_part_back(item: fx.Node, source: fx.Node, value: fx.Node, make: Make) -
 
 
 def _of_reals(make: Make) -> Make:
-    """The same, with scatters of complex numbers on pairs of reals, as but that of a diagonal they
-    have no derivative.
+    """Return ``make`` with scatters of complex numbers on pairs of reals, since except for that of
+    a diagonal they have no derivative.
     """
 
     def made(target: Any, source: fx.Node, *rest: Any) -> fx.Node:
@@ -156,7 +156,7 @@ def _of_reals(make: Make) -> Make:
 
 
 def viewed(path: list[fx.Node], value: fx.Node, make: Make) -> fx.Node:
-    """The last view of a path of a new value in place of the path's first."""
+    """Return the last view of a path, of a new value in place of the path's first."""
     for view in path[1:]:
         if writes_first(view.target):
             continue

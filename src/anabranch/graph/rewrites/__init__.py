@@ -2,7 +2,7 @@
 
 A rewrite is a function from a program to a program, before it is measured, so that profile,
 planners, simulator and runtime know nothing of it. Parameters that it cuts stay the model's:
-``slices`` says how a slice knows its whole.
+``slices`` tells how slices are named.
 
 A site is the parameter whose product or look-up is rewritten. Every program of a model is rewritten
 at the same sites: for any number of samples, in training and in evaluation.
@@ -40,8 +40,8 @@ class Rewrite:
 
     Attributes:
         name: a key of ``REWRITES``.
-        parts: into which a site is cut; of a join as many as are joined, whatever this says.
-        sites: names of parameters; None for all that allow it.
+        parts: parts into which a site is cut; ignored for a join, cut into as many as are joined.
+        sites: names of parameters; None for all that allow the rewrite.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Rewrite:
 
     @staticmethod
     def parse(text: str) -> Rewrite:
-        """The rewrite that ``str`` wrote: ``join-split``, ``tensor-split=4@mlp.0.weight``.
+        """Return the rewrite of a text, as of ``str``: ``join-split``, ``tensor-split=4@a.weight``.
 
         Raises:
             ValueError: if it is none.
@@ -75,7 +75,7 @@ class Rewrite:
 
 
 def applicable(program: FlatProgram) -> tuple[str, ...]:
-    """Rewrites that ``plan`` tries on its own, where the program has a site for them."""
+    """Return the rewrites that ``plan`` tries on its own, if the program has a site for them."""
     every = Sites(None)
     joins = (concatenated_widths(p.features, p.dim) for p in products(program, every))
     return ("join-split",) if any(len(widths) > 1 for widths in joins) else ()
@@ -98,7 +98,7 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
 
 
 def require_parameters(module: nn.Module, rewrites: Sequence[Rewrite]) -> None:
-    """Raise CaptureError if a module lacks a parameter that a rewrite is of."""
+    """Raise CaptureError if a module lacks a parameter that a rewrite names."""
     names = dict(module.named_parameters(remove_duplicate=False))
     sites = {site for rule in rewrites for site in rule.sites or ()}
     if strange := sorted(site for site in sites if whole_name(site) not in names):

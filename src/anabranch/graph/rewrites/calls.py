@@ -61,7 +61,7 @@ def insert(like: fx.Node, path: str, target: Any, *args: Any, **kwargs: Any) -> 
 
 
 def slice_of(program: FlatProgram, parameter: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A placeholder for a slice of a parameter; the same one if asked for again."""
+    """Return a placeholder for a slice of a parameter; the same one if asked for again."""
     source = program.sources[parameter]
     like: Tensor = parameter.meta["val"]
     if (start, stop) == (0, like.shape[dim]):

@@ -49,7 +49,7 @@ class Product:
 
 
 def products(program: FlatProgram, sites: Sites) -> list[Product]:
-    """Wanted products with a parameter, last first."""
+    """Return the wanted products with a parameter, last first."""
     result = []
     for node in reversed(program.calls):
         names = _ARGUMENTS.get(schema_name(node).removeprefix("aten::"))
@@ -80,7 +80,7 @@ def split_product(
     parameter would be read whole as well or cut in two ways.
 
     Args:
-        needs_products: only where parameters behind the features are sliced as well.
+        needs_products: whether parameters behind the features have to be sliced as well.
     """
     try:
         terms, region = _terms(program, product, widths)
@@ -107,7 +107,7 @@ def split_product(
 def _terms(
     program: FlatProgram, product: Product, widths: Sequence[int]
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Insert the products over ranges of features; these, and the calls that they replace."""
+    """Insert the products over ranges of features; return them and the calls that they replace."""
     node, name, given = product.node, base_name(product.node), arguments(product.node)
     if given.get("groups", 1) != 1 or given.get("alpha", 1) != 1 or given.get("beta", 1) != 1:
         raise NotSliceableError(f"{name} has groups or factors")
@@ -131,7 +131,7 @@ def _terms(
 
 
 def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> set[fx.Node]:
-    """The calls of a region that nothing reads once the product is replaced.
+    """Return the calls of a region that nothing reads once the product is replaced.
 
     Raises:
         NotSliceableError: if a parameter of which slices are read would be read whole as well, or

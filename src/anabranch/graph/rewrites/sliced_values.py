@@ -1,4 +1,4 @@
-"""Slices of values, computed from slices of what they are made of.
+"""Slices of values, computed from slices of the inputs.
 
 A slice of the features of a value often needs but a slice of the parameters behind it. It is pushed
 up through elementwise calls, reshapes and attention to the concatenation or the product that makes
@@ -38,7 +38,7 @@ class SlicedValues:
     """Slices of values of a program, each made once.
 
     Attributes:
-        path: of the operator that inserted calls belong to.
+        path: path of the operator that inserted calls belong to.
         visited: calls whose slices were made.
     """
 
@@ -50,7 +50,7 @@ class SlicedValues:
         self._changes = [(node, target.meta.get("storage")) for node, target in changes]
 
     def at(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        """A node with entries ``start`` to ``stop`` of a dimension of a value.
+        """Return a node with entries ``start`` to ``stop`` of a dimension of a value.
 
         Raises:
             NotSliceableError: naming the call that does not allow it.
