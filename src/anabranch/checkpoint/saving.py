@@ -63,13 +63,19 @@ class Saving:
         """The step that is saved was a good one on all ranks."""
         self._good.set()
 
+    @property
+    def is_open(self) -> bool:
+        """True until it is known whether the step was a good one."""
+        return not (self._good.is_set() or self._given_up.is_set())
+
     def check(self) -> None:
         """Raise what went wrong so far, a TrainingError."""
         if self._error is not None and not self._given_up.is_set():
             raise self._error
 
     def wait(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Wait until this rank's part is written, on the first rank all; raises TrainingError.
+        """Wait until the checkpoint is complete, or given up; raises TrainingError on the rank
+        that could not write.
 
         Args:
             waiting: entered while this rank's part is written and those of others are not.
@@ -77,6 +83,9 @@ class Saving:
         self._is_written.wait()
         with waiting():
             self._is_complete.wait()
+            if self._rank != 0 and self._error is None:
+                with suppress(TrainingError):  # the first rank says what went wrong
+                    self._wait_for(lambda: not self._target.partial.exists())
         self._thread.join()
         self.check()
 
