@@ -181,15 +181,19 @@ class NestedSets:
         """Bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
         cost = self.cost
         own = cost.largest_gradients + cost.working_bytes * samples
-        return self._fullest(pairs, own, cost.kept_bytes * samples + cost.kept_fixed_bytes)
+        kept = cost.kept_bytes * samples + cost.kept_fixed_bytes
+        return self._fullest(pairs, own, kept, cost.tied_gradients)
 
-    def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
-        """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
+    def _fullest(
+        self, pairs: Pairs, own: Floats, kept: Floats, tied: Sequence[tuple[int, float]] = ()
+    ) -> Floats:
+        """The recurrence of ``StagePasses`` by what operators take themselves and what they keep;
+        gradients of ``tied`` parameters wait for the first reader in a stage.
 
         Of a row of sets in the model's order, or in any where nothing is kept, pass(i) is the most
         of own + what is kept up to there, so far, less all that is kept up to i.
         """
-        if self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
+        if not tied and self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
             operators, starts = self._flat
             done = np.zeros(len(self.cost.graph))
             done[operators] = np.cumsum(kept[operators])
@@ -201,10 +205,24 @@ class NestedSets:
             most -= self.sums(kept)
             return np.asarray(np.maximum(most, 0.0)[pairs.lower, pairs.upper])
         fullest = np.zeros(pairs.lower.shape)
+        together: dict[int, list[float]] = {}
+        for mask, nbytes in tied:
+            together.setdefault(mask, []).append(nbytes)
+        users = [np.array(list(bits(mask))) for mask in together]
+        read: list[Any] = [pairs.difference(self._members[:, ops].astype(np.int8)) for ops in users]
         for op in np.flatnonzero(own + kept):
             member = self._members[:, op]
             inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
-            fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op])
+            waiting: Number = 0.0
+            summed: Number = 0.0
+            for ops, has, sizes in zip(users, read, together.values(), strict=True):
+                if ops[0] <= op < ops[-1]:
+                    sides = (has[..., side].max(-1) for side in (ops <= op, ops > op))
+                    waits = np.minimum(*sides)[inside]  # for an operator here or before
+                    waiting = waiting + waits * float(sum(sizes))
+                    summed = np.maximum(summed, waits * float(max(sizes) * (op in ops)))
+            taken = own[op] + waiting + summed
+            fullest[inside] = np.maximum(fullest[inside] - kept[op], taken)
         return fullest
 
     def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
