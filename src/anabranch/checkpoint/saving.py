@@ -74,8 +74,7 @@ class Saving:
             raise self._error
 
     def wait(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Wait until the checkpoint is complete, or given up; raises TrainingError on the rank
-        that could not write.
+        """Wait until the checkpoint is complete, or given up; TrainingError where it failed.
 
         Args:
             waiting: entered while this rank's part is written and those of others are not.

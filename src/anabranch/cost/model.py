@@ -262,11 +262,9 @@ class CostModel:
     @cached_property
     def largest_gradients(self) -> Floats:
         """Per operator, bytes of the largest gradient of a parameter that it reads."""
-        largest = np.zeros(len(self.graph))
-        for i, op in enumerate(self.graph.ops):
-            held = (self.held_bytes(self.parameters[name]) for name in op.parameters)
-            largest[i] = max((h.gradient for h in held), default=0)
-        return largest
+        sizes = {name: self.held_bytes(p).gradient for name, p in self.parameters.items()}
+        read = ([sizes[name] for name in op.parameters] for op in self.graph.ops)
+        return np.array([max(gradients, default=0) for gradients in read], dtype=np.float64)
 
     def _gradients(self, mask: int) -> Floats:
         """Per operator of a set, bytes of gradients of parameters in its backward."""

@@ -57,7 +57,7 @@ class Pairs:
         """Pairs that a mask, ascending indices or a slice name."""
         return Pairs(self.lower[keep], self.upper[keep])
 
-    def difference(self, per_set: Floats) -> Floats:
+    def difference(self, per_set: NDArray[Any]) -> NDArray[Any]:
         """Sums of the stages, from a sum per set."""
         return np.asarray(per_set[self.upper] - per_set[self.lower])
 
@@ -205,24 +205,18 @@ class NestedSets:
             most -= self.sums(kept)
             return np.asarray(np.maximum(most, 0.0)[pairs.lower, pairs.upper])
         fullest = np.zeros(pairs.lower.shape)
-        together: dict[int, list[float]] = {}
-        for mask, nbytes in tied:
-            together.setdefault(mask, []).append(nbytes)
-        users = [np.array(list(bits(mask))) for mask in together]
-        read: list[Any] = [pairs.difference(self._members[:, ops].astype(np.int8)) for ops in users]
+        users = [np.array(list(bits(mask))) for mask, _ in tied]
+        read = [pairs.difference(self._members[:, ops]) for ops in users]
         for op in np.flatnonzero(own + kept):
-            member = self._members[:, op]
-            inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
-            waiting: Number = 0.0
-            summed: Number = 0.0
-            for ops, has, sizes in zip(users, read, together.values(), strict=True):
+            inside = np.nonzero(pairs.difference(self._members[:, op]))
+            waiting, summed = np.zeros((2, len(inside[0])))
+            for ops, has, (_, nbytes) in zip(users, read, tied, strict=True):
                 if ops[0] <= op < ops[-1]:
                     sides = (has[..., side].max(-1) for side in (ops <= op, ops > op))
                     waits = np.minimum(*sides)[inside]  # for an operator here or before
-                    waiting = waiting + waits * float(sum(sizes))
-                    summed = np.maximum(summed, waits * float(max(sizes) * (op in ops)))
-            taken = own[op] + waiting + summed
-            fullest[inside] = np.maximum(fullest[inside] - kept[op], taken)
+                    waiting += waits * float(nbytes)
+                    summed = np.maximum(summed, waits * float(nbytes * (op in ops)))
+            fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op] + waiting + summed)
         return fullest
 
     def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:

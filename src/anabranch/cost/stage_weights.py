@@ -76,12 +76,7 @@ class Border:
 
     def __getitem__(self, places: Any) -> Border:
         """Borders of some stages."""
-        return Border(
-            self.entering[places],
-            self.leaving[places],
-            self.entering_gradients[places],
-            self.leaving_gradients[places],
-        )
+        return Border(*(getattr(self, kind.name)[places] for kind in fields(self)))
 
 
 def summed_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
@@ -192,10 +187,8 @@ class StagePasses:
     def waiting(mask: int, tied: Sequence[tuple[int, float]]) -> Floats:
         """Per operator of a set, bytes that gradients of tied parameters take in its backward
         besides the one that it makes: what later operators have made waits for the first reader,
-        and the sum of two is a third tensor, of one parameter at a time.
-
-        Args:
-            tied: bit masks of the operators that read each parameter, and bytes of its gradient.
+        and the sum of two is a third tensor, of one parameter at a time. ``tied`` has the bit mask
+        of the readers of each, and bytes of its gradient.
         """
         waiting, summed = np.zeros((2, mask.bit_count()))
         places = {op: i for i, op in enumerate(bits(mask))}

@@ -280,9 +280,7 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 
 def _contiguous(tensor: Any, memory_format: Any = torch.contiguous_format) -> Any:
-    """``contiguous`` as a call in any trace: Python's method makes none for what is so already, as
-    ``h0.expand(1, n, d)`` is for one sample.
-    """
+    """``contiguous``, a call of what is so already too, as ``h0.expand(1, n, d)`` of one sample."""
     return torch.ops.aten.contiguous(tensor, memory_format=memory_format)
 
 

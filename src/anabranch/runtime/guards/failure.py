@@ -29,11 +29,9 @@ _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by p
 """What torch.distributed says when another process is gone."""
 
 _UPDATED = (
-    "; a hook that updates its parameter in the backward (register_post_accumulate_grad_hook) does "
-    "so before the backward of other micro-batches: leave it out, the optimizer of the Workload "
-    "updates once per step"
+    "; a hook that updates parameters in the backward (register_post_accumulate_grad_hook) does so "
+    "for each micro-batch: leave it out, the optimizer of the Workload updates once per step"
 )
-"""What else may have changed the weights that a backward needs."""
 
 
 class PeerLostError(TrainingError):
