@@ -165,6 +165,8 @@ class BasePipeline:
         Raises:
             TrainingError: if it could not be written.
         """
+        if self._session.checkpoints.is_open:
+            self._settle()
         self._session.checkpoints.finish()
 
     def close(self) -> None:

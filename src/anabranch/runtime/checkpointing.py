@@ -104,6 +104,11 @@ class Checkpointing:
                 self._saving = None
         return saving
 
+    @property
+    def is_open(self) -> bool:
+        """True while the step of the checkpoint that is being written may turn out a bad one."""
+        return self._saving is not None and self._saving.is_open
+
     def check(self) -> None:
         """Raise what went wrong with the checkpoint that is being written."""
         if self._saving is not None:

@@ -360,7 +360,7 @@ class Pipeline(BasePipeline):
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
-        self._steps.settle(reads=wait)
+        self._steps.settle(reads=wait or self._session.checkpoints.is_open)
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         self._steps.then(lambda _: saving.confirm(), saving.give_up)
