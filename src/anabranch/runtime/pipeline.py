@@ -253,8 +253,7 @@ class Pipeline(BasePipeline):
                 gauge = PeakMemory(place, self._updates.tensors, leaves.values())
                 with gauge.measuring():
                     loss = self._steps.step(leaves)
-                peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
-                self.peak_bytes = tuple(int(peak) for peak in peaks)
+                self.peak_bytes = tuple(self._mesh.gather(gauge.peak_bytes))
             else:
                 loss = self._steps.step(leaves)
             if recording is not None:

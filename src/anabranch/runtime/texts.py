@@ -22,7 +22,7 @@ def gather(document: Any, by: Callable[[bytes], list[bytes]] | None = None) -> l
     """Return the documents of all ranks; all ranks call it.
 
     Args:
-        by: gathers bytes of one length, as ``Mesh.all_gather_bytes`` where there is a mesh.
+        by: gathers bytes of one length, as those of ``Mesh``; by default in the user's group.
     """
     if not dist.is_initialized():
         return [document]

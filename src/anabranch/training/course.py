@@ -206,7 +206,7 @@ class Course(Generic[_Pipe]):
 
     def _is_there(self, folder: Path) -> bool:
         """True if a checkpoint was written before the failure after which steps are done again."""
-        return self._goes_on and bool(self.pipe.from_first(float(folder.exists())))
+        return self._goes_on and bool(self.pipe.from_first(folder.exists()))
 
     def _finish(self) -> None:
         self.pipe.finish_saving()

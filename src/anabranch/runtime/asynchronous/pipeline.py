@@ -335,11 +335,11 @@ class AsyncPipeline(BasePipeline):
         self._measured_at = self.step_number
         weights = self._stream.weights
         figures = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
-        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(figures))]
-        self.peak_versions = tuple(row[0] for row in rows)
-        self.weight_bytes = tuple(row[1] for row in rows)
+        versions, nbytes, behind, stages = zip(*self._mesh.gather(figures), strict=True)
+        self.peak_versions, self.weight_bytes = versions, nbytes
         self.version_difference = tuple(
-            max(row[2] for row in rows if row[3] == s) for s in range(len(self._order.graph))
+            max(b for b, stage in zip(behind, stages, strict=True) if stage == s)
+            for s in range(len(self._order.graph))
         )
         if self._recording is not None and self._recording.last < self.step_number:
             self._session.workers.clock.end()

@@ -278,8 +278,7 @@ def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
             candidates[name] = SharedTable(table, slices, stages.batch_size)
     if not candidates:
         return {}
-    own = torch.tensor([taken_gradients(optimizer)])
-    takes = [int(kind) for kind in session.mesh.all_gather(own)]
+    takes = session.mesh.gather(taken_gradients(optimizer))
     sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
     chosen = {}
     for name, shared in candidates.items():

@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
 
-from anabranch.runtime import texts
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.measurement.clocks import Clock, Mark
 from anabranch.runtime.mesh import Mesh
@@ -73,7 +71,7 @@ def _gathered(
 ) -> tuple[list[list[float]], list[Span]]:
     """Return some figures of each rank, and the spans of all of them, each by its rank's clock."""
     rows = [(str(action), *clock.seconds(marks)) for action, marks in timed]
-    everybody: list[Any] = texts.gather([figures, rows], mesh.all_gather_bytes)
+    everybody = mesh.gather([figures, rows])
     spans = [
         Span(device, begun, ended, Action.parse(action))
         for device, (_, rows) in zip(mesh.devices, everybody, strict=True)
