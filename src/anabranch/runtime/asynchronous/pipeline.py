@@ -231,12 +231,12 @@ class AsyncPipeline(BasePipeline):
                     begin_unit(self._mesh, loop, self.step_number - first)
                 self._put(batch)
                 late = self._order.late + self._stream.delay
-                yield from self._known(first, self.step_number - late)
+                yield from self._totals.losses(first, self.step_number - late, self._read)
             with self._session.failing():
                 end_loop(self._mesh, loop, self.step_number - first)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
                 self.drain()
-            yield from self._known(first, self.step_number)
+            yield from self._totals.losses(first, self.step_number, self._read)
         except GeneratorExit:
             self._leave()
             raise
@@ -258,7 +258,7 @@ class AsyncPipeline(BasePipeline):
         """
         self._put(batch)
         self.drain()
-        return self._read(self._totals.last())
+        return self._read(self._totals.begun.pop())
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all stages are at one version afterwards."""
@@ -299,13 +299,6 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _known(self, first: int, before: int) -> Iterator[float]:
-        """Losses from one mini-batch up to another, as far as they have not been told."""
-        for totals in self._totals.take(before):
-            loss = self._read(totals)
-            if totals.number >= first:
-                yield loss
-
     def _read(self, totals: StepTotals) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
             totals.read()
@@ -326,7 +319,7 @@ class AsyncPipeline(BasePipeline):
         clock = self._session.workers.clock
         clock.begin()
         self._recording = Recording(first, last, size, self._order.per_update, clock)
-        self._totals.listener = self._recording.note
+        self._stream.listener = self._recording.note
 
     def _measure(self) -> None:
         """Tell each other how many versions there were, and what was recorded."""
@@ -344,7 +337,7 @@ class AsyncPipeline(BasePipeline):
         if self._recording is not None and self._recording.last < self.step_number:
             self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
-            self._totals.listener = None
+            self._stream.listener = None
 
     def _settle(self) -> None:
         self.drain()

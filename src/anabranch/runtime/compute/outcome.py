@@ -24,7 +24,6 @@ class GradientNorms:
 
     Attributes:
         tensors: the norms, on the device.
-        overflowed: set by ``bad``: whether a norm was not finite though its gradient is.
     """
 
     def __init__(self, gradients: Mapping[str, Tensor]) -> None:
@@ -35,7 +34,6 @@ class GradientNorms:
                 groups[values.device, values.dtype][name] = values
         self.names = [name for group in groups.values() for name in group]
         self.tensors: list[Tensor] = []
-        self.overflowed = False
         self._again: dict[str, Tensor] = {}
         for (device, _), group in groups.items():
             is_exact = accelerator.has_streams(device)
@@ -52,9 +50,7 @@ class GradientNorms:
         """
         seem = [n for n, norm in zip(self.names, numbers, strict=True) if not math.isfinite(norm)]
         again, self._again = self._again, {}
-        bad = [name for name in seem if name not in again or not again[name].isfinite().all()]
-        self.overflowed = bool(seem) and not bad
-        return bad
+        return [name for name in seem if name not in again or not again[name].isfinite().all()]
 
 
 Key = tuple[int, int]
