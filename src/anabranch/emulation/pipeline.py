@@ -119,7 +119,7 @@ class EmulatedPipeline:
         if record:
             start = clock.origin
             stop = start + seconds * clock.scale
-            timeline = gather_timeline(self._worker, outcome, mesh, start, stop)
+            timeline = gather_timeline(self._worker.clock, outcome, mesh, start, stop)
             self.timeline = _rescaled(timeline, clock.scale)
         return float(seconds)
 

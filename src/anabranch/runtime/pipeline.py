@@ -256,8 +256,7 @@ class Pipeline(BasePipeline):
             else:
                 loss = self._steps.step(leaves)
             if recording is not None:
-                worker, _, outcome = self._steps.ran
-                self.timeline = recording.timeline(worker, outcome)
+                self.timeline = recording.timeline(self._steps.ran[2])
             POSITION.leave()
         self._count()
         return loss

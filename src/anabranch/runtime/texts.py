@@ -32,12 +32,6 @@ def gather(document: Any, by: Callable[[bytes], list[bytes]] | None = None) -> l
     return [json.loads(padded[:size]) for padded, size in zip(gathered, sizes, strict=True)]
 
 
-def from_first(document: Any) -> Any:
-    """Return the document of the first rank, on every rank."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return gather(document if is_first else None)[0]
-
-
 def gather_bytes(data: bytes) -> list[bytes]:
     """Return the bytes of all ranks, of one length that is not 0."""
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_place())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.runtime.placement import Fetched, fetched
+from anabranch.schedule.schedule import Action
 
 
 class GradientNorms:
@@ -56,6 +57,9 @@ class GradientNorms:
 Key = tuple[int, int]
 """Stage and micro-batch."""
 
+Timed = tuple[Action, tuple[Any, Any]]
+"""An action, and the marks of its start and end."""
+
 _Noted = tuple[Key, Mapping[str, float], Mapping[str, Tensor]]
 """A micro-batch, the weights of its loss and metrics in the batch's, and these numbers."""
 
@@ -69,12 +73,12 @@ class Outcome:
     3 % longer on a CPU, one of ``transformer`` no longer; the largest alone takes half of that.)
 
     Attributes:
-        times: start and end of every action, as marks of the worker's clock.
+        times: every action, with marks of the worker's clock at its start and end.
         tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
     """
 
     def __init__(self) -> None:
-        self.times: list[tuple[Any, Any]] = []
+        self.times: list[Timed] = []
         self.tied: dict[tuple[str, int, int], Tensor] = {}
         self._bad_parameters: list[str] = []
         self._further: list[float] = []
