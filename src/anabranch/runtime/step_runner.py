@@ -223,8 +223,7 @@ class StepRunner:
         see ``LateTotals``.
         """
         if before is None:
-            with self._session.failing():
-                self.resolve()
+            self._wait(self.resolve)
         yield from self.late.losses(first, math.inf if before is None else before, self._read)
 
     def _read(self, totals: StepTotals) -> float:
@@ -233,7 +232,7 @@ class StepRunner:
         return totals.loss
 
     def _wait(self, read: Callable[[], None]) -> None:
-        """Wait for totals of steps alone; after bad ones nothing of those behind them counts."""
+        """Wait for steps alone, or their totals; behind bad ones nothing counts."""
         with self._session.failing():
             try:
                 with POSITION.doing(Phase.TOTALS):

@@ -87,6 +87,7 @@ class StepTotals:
             if bad or not math.isfinite(self.squares):
                 self._settle()
                 self._error = self._why()
+            del self._why  # which has the batch
             self._tell()
         if self._error is not None:
             raise self._error
