@@ -6,7 +6,7 @@ Devices are numbered so that neighbours share the innermost level::
     per node      level 0 (NVLink)    [ 0      1      2      3   ] [ 4      5      6      7   ]
 
 Inside the innermost group every device has a link of its own, in each direction. From level 1 on,
-what joins two groups are network cards of each group that its devices share, in each direction.
+groups are joined by network cards, which the devices of a group share, in each direction.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the hierarchy: ``size`` members of the level below, and what connects them.
+    """One level of the hierarchy: ``size`` members of the level below, and their links.
 
     Attributes:
         bandwidth: bytes/s of a device's link or of one card.
-        cards: network cards of each member. Its devices in order are shared out among them as
-            evenly as can be, so 8 devices with 4 cards have one for two each, with 3 one for 3, 3
-            and 2. Of more cards than devices each device has one.
+        cards: network cards of each member. Neighbouring devices share a card, as evenly as
+            possible: of 8 devices 2 on each of 4 cards, and 3, 3 and 2 on 3 cards. With more cards
+            than devices each device uses one.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Machine:
 
 
 CALIBRATION_VERSION = 5
-"""Version of what is measured for a calibration, raised whenever a figure of it becomes another.
-Files without one have the first.
+"""Version of the measurements of a calibration, raised whenever one of its figures changes meaning.
+Files without a version have the first.
 """
 
 BUSY = 0.1
-"""Share of a core that others may take while a machine is calibrated, before that is said."""
+"""Share of a core that other processes may take during a calibration without a remark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,17 @@ class Calibration:
     Seconds are of one processor core.
 
     Attributes:
-        machine: where it was measured.
-        date: when, as YYYY-MM-DD.
-        slowdown: how many times as long the slowest computes while 1, 2, ... ranks of a host do
-            so side by side; with more than there are entries, as many times longer than the last as
-            they are more.
-        message_s: of a message at each end. What its bytes take besides is less than 1 % of a step.
-        pass_s: of a forward or backward, besides its operators.
-        step_s: of each rank in a step, besides its actions, all-reduces and update.
-        all_reduce_byte_s: of an all-reduce besides its messages, per byte and other rank.
+        machine: machine on which it was measured.
+        date: day of the measurement, as YYYY-MM-DD.
+        slowdown: how many times as long the slowest computes while 1, 2, ... ranks of a host
+            compute side by side; for more ranks the last entry, in proportion to their number.
+        message_s: seconds of a message at each end; per byte it takes less than 1 % of a step.
+        pass_s: seconds of a forward or backward besides its operators.
+        step_s: seconds of each rank in a step besides its actions, all-reduces and update.
+        all_reduce_byte_s: seconds of an all-reduce besides its messages, per byte and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
-        lost_share: what other processes took meanwhile, in times of one core.
-        version: of the way it was measured, see ``CALIBRATION_VERSION``.
+        lost_share: processor time that other processes took meanwhile, in cores.
+        version: version of the measurements, see ``CALIBRATION_VERSION``.
     """
 
     machine: Machine
@@ -127,7 +126,7 @@ class Calibration:
 
     @property
     def remark(self) -> str:
-        """A sentence where the machine was too busy for figures that last; else empty."""
+        """A sentence if the machine was too busy for lasting figures; else empty."""
         if self.lost_share <= BUSY:
             return ""
         share = self.lost_share
@@ -143,13 +142,13 @@ class Cluster:
     """Identical devices in a hierarchy.
 
     Attributes:
-        name: what the user called it, such as ``summit:8x4``.
+        name: name that the user gave it, such as ``summit:8x4``.
         device: kind of device, a key of ``profile.data_sheets.DATA_SHEETS`` or free text.
         memory_bytes: memory of each device.
         levels: innermost first; the product of the sizes is the number of devices.
         cores: processor cores that the devices of an innermost group share where they are
             processes on one machine; 0 where each device computes on its own.
-        calibration: what was measured on such a machine, if anything was.
+        calibration: measured costs of such a machine; None without a measurement.
     """
 
     name: str
@@ -184,27 +183,27 @@ class Cluster:
 
     @cached_property
     def cards(self) -> tuple[int, ...]:
-        """Cards that the devices of a member of each level use, at most one per device."""
+        """Cards that a member of each level uses, at most one per device."""
         sizes = (1, *self.group_sizes[:-1])
         return tuple(min(level.cards, n) for level, n in zip(self.levels, sizes, strict=True))
 
     @cached_property
     def shared_cores(self) -> int:
-        """Cores of all hosts, where the devices share fewer than they are; 0 where they do not."""
+        """Cores of all hosts if there are fewer than devices; else 0."""
         cores = self.cores * (self.num_devices // self.levels[0].size)
         return cores if cores < self.num_devices else 0
 
     @cached_property
     def slowdown(self) -> tuple[float, ...]:
-        """``Calibration.slowdown`` of a host, without one 1 for as many ranks as it has cores;
-        empty where each device computes on its own.
+        """``Calibration.slowdown`` of a host; without a calibration 1 for as many ranks as it has
+        cores; empty where each device computes on its own.
         """
         if not self.cores or self.calibration is None:
             return (1.0,) * self.cores
         return self.calibration.slowdown
 
     def link(self, a: int, b: int) -> Link:
-        """The slowest link on the way between two devices; ValueError for one that is not there."""
+        """Return the slowest link between two devices; ValueError for a device that is missing."""
         if not (0 <= a < self.num_devices and 0 <= b < self.num_devices):
             raise ValueError(
                 f"no link from device {a} to device {b}: cluster {self.name} has the devices "
@@ -214,7 +213,7 @@ class Cluster:
         return self.level_link(next(shared))
 
     def level_link(self, level: int) -> Link:
-        """The slowest link on a way that climbs to this level."""
+        """Return the slowest link on a way that climbs to this level."""
         return self._level_links[level]
 
     @cached_property
@@ -224,15 +223,15 @@ class Cluster:
         return tuple(map(Link, bandwidths, latencies, count()))
 
     def ring(self, devices: Sequence[int]) -> Link:
-        """The slowest link of a ring over ascending devices. As NCCL has them there are several at
-        once, one for each card that they use in the group where they use fewest.
+        """Return the slowest link of a ring over ascending devices. As in NCCL several rings run at
+        once: one per card of the group that uses fewest, so their bandwidths add up.
         """
         counts = (fewest_cards(devices, *level[:2]) for level in self._port_levels)
         return self._ring(self.link(devices[0], devices[-1]), counts)
 
     def fastest_ring(self, replicas: int, level: int) -> Link:
-        """The slowest link of the fastest ring over so many devices that meet at a level: one with
-        the devices spread evenly over the fewest groups that hold them.
+        """Return the slowest link of the fastest ring over a number of devices that meet at a
+        level: with the devices spread evenly over the fewest groups that hold them.
         """
         spread = (replicas // max(2, -(-replicas // size)) for size, *_ in self._port_levels)
         counts = (min(cards, max(1, n)) for cards, n in zip(self.cards, spread, strict=True))
@@ -243,22 +242,23 @@ class Cluster:
         return replace(link, bandwidth=min(level.bandwidth * count for level, count in cards))
 
     def ports(self, a: int, b: int) -> tuple[int, ...]:
-        """Ports that a transfer from a to b occupies, out of a and into b in turn; see ``port``."""
+        """Return the ports of a transfer: by level the one out of a, then the one into b."""
         occupied = list[int]()
         for size, cards, first in self._port_levels[: self.link(a, b).level + 1]:
             occupied += (first + 2 * (a * cards // size), first + 2 * (b * cards // size) + 1)
         return tuple(occupied)
 
     def ring_ports(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Ports that a ring over ascending devices occupies, of all their cards."""
+        """Return the ports that a ring over ascending devices occupies, of all their cards."""
         levels = self._port_levels[: self.link(devices[0], devices[-1]).level + 1]
         outs = (first + 2 * (d * cards // size) for size, cards, first in levels for d in devices)
         return tuple(port + into for port in dict.fromkeys(outs) for into in (0, 1))
 
     def port(self, number: int) -> tuple[str, int, int]:
-        """A port: "out" or "in", level, and device at level 0, from level 1 on card.
+        """Return the direction of a port ("out" or "in"), its level, and its device at level 0 or
+        its card at higher levels.
 
-        Cards are numbered over all groups: those of group g of level i - 1 begin at
+        Cards are numbered over all groups: the cards of group g of level i - 1 begin at
         ``g * cards[i]``.
         """
         level = sum(first <= number for *_, first in self._port_levels) - 1
@@ -273,7 +273,7 @@ class Cluster:
 
     @cached_property
     def _port_levels(self) -> list[tuple[int, int, int]]:
-        """Per level, devices of a member, their cards, and the first port."""
+        """(devices of a member, cards of a member, first port) of each level."""
         levels, first = list[tuple[int, int, int]](), 0
         for size, cards in zip((1, *self.group_sizes[:-1]), self.cards, strict=True):
             levels.append((size, cards, first))
@@ -282,7 +282,7 @@ class Cluster:
 
     @staticmethod
     def preset(text: str) -> Cluster:
-        """A cluster by name, such as ``local:4`` or ``summit:8x4``; ``PRESETS`` has them all.
+        """Return a cluster by name, such as ``local:4`` or ``summit:8x4``; ``PRESETS`` lists all.
 
         Raises:
             ValueError: if the name or its numbers are unknown; the message lists the presets.
@@ -300,11 +300,11 @@ class Cluster:
 
 
 def fewest_cards(devices: Iterable[int], size: int, cards: int) -> int:
-    """Cards that ascending devices use in the group where they use fewest.
+    """Return the cards that ascending devices use in the group where they use fewest.
 
     Args:
         size: devices of a group.
-        cards: of a group.
+        cards: cards of a group.
     """
     if cards == 1:
         return 1
@@ -319,10 +319,10 @@ def fewest_cards(devices: Iterable[int], size: int, cards: int) -> int:
 
 
 def _host(name: str, devices: int) -> Cluster:
-    """Processes on this machine.
+    """Return the cluster of processes on this machine.
 
     Shared memory, measured on two cores: 70 us for a small message, 4 to 8 GB/s for large ones,
-    with one reading of what has come.
+    reading the received bytes once included.
     """
     return Cluster(
         name,
@@ -341,9 +341,9 @@ def _nodes(
     network_latency_s: float,
     cards: int = 1,
 ) -> Callable[..., Cluster]:
-    """Nodes of equal devices, one if their number is not given, with a network between them.
+    """Return a builder of clusters: nodes of equal devices, by default of one, and a network.
 
-    Bandwidths are those between devices of a node, and of each network card of a node.
+    Bandwidths are those between two devices of a node, and of each network card of a node.
     """
 
     def cluster(name: str, nodes: int, devices: int = 1) -> Cluster:
@@ -368,4 +368,4 @@ PRESETS: dict[str, tuple[str, Callable[..., Cluster]]] = {
     # Gb/s per node.
     "dgx-h100": ("NODESxDEVICES", _nodes("h100", 80 * GB, 450 * GB, 50 * GB, 10e-6, cards=8)),
 }
-"""Name -> the numbers that follow its colon, and what builds it from them."""
+"""Name -> the numbers that follow its colon, and a function that builds the cluster from them."""

@@ -23,10 +23,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SumSpan:
-    """Gradients of some stages that a device sums with others, in seconds from the start.
+    """A sum of gradients that a device takes part in, in seconds from the start.
 
     Attributes:
-        nbytes: of gradients.
+        stages: stages whose gradients are summed.
+        nbytes: bytes of the gradients.
     """
 
     device: int
@@ -42,7 +43,7 @@ class OverheadSpan:
 
     Attributes:
         what: ``bookkeeping`` (of messages and of the step), ``agreement``, ``update`` or ``gather``
-            (of what replicas that share the optimizer's state have updated).
+            (of updated parameters, among replicas that share the optimizer's state).
     """
 
     device: int
@@ -67,8 +68,8 @@ class PathSegment(NamedTuple):
     """A part of a step with its cause.
 
     Attributes:
-        stages: that compute or sum gradients; of a message, from which to which; else empty.
-        device: that is busy, or waits for the message.
+        stages: stages that compute or sum gradients; sender and receiver of a message; else empty.
+        device: device that is busy, or waits for the message.
     """
 
     start: float
@@ -86,12 +87,12 @@ class Timeline:
         spans: compute and messages; sorted by device, then start.
         devices: all devices, also those that did nothing.
         source: ``predicted`` or ``measured``.
-        step_s: seconds of the whole step, with what follows the last compute (all-reduce, update).
+        step_s: seconds of the whole step, all-reduces and update after the last compute included.
         memory: device -> ascending (time, bytes in use from then on).
-        sums: the all-reduces, piece by piece, by device and start; empty if not known.
-        overheads: what else devices do, likewise.
-        period_s: seconds of such a step among others in a row, each device beginning the next when
-            it has ended one; None if not known.
+        sums: all-reduces, piece by piece, sorted by device and start; empty if not known.
+        overheads: other work of devices, sorted in the same way; empty if not known.
+        period_s: seconds of the step in a row of steps, each device beginning the next when it has
+            ended one; None if not known.
     """
 
     spans: tuple[Span, ...]
@@ -114,8 +115,8 @@ class Timeline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of the step by what the mean device does in them: ``compute``, whatever else it
-        is known to do, and ``wait`` for the rest.
+        """Seconds of the step by what the mean device does: ``compute``, each kind of overhead, and
+        ``wait`` for the rest.
         """
         spent = {"compute": sum(self.busy_s.values())}
         for span in self.overheads:
@@ -125,9 +126,9 @@ class Timeline:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of the step, also of a measured one: ``begin`` until any device has an action,
-        ``compute`` of the mean device, ``between`` (messages and waiting), and ``end``, from the
-        last action on: what is left of the all-reduces, agreement and update.
+        """Seconds of the step, also of a measured one: ``begin`` until the first action of any
+        device, ``compute`` of the mean device, ``between`` (messages and waiting), and ``end`` from
+        the last action on (the rest of the all-reduces, agreement and update).
         """
         begin = min((span.start for span in self.spans), default=0.0)
         compute = sum(self.busy_s.values()) / len(self.devices) if self.devices else 0.0
@@ -151,8 +152,8 @@ class Timeline:
 
     @property
     def exposed_sums(self) -> float:
-        """Share of device time in the step in which gradients of the device are summed and it does
-        nothing else; part of the bubble.
+        """Share of device time in which a device sums gradients and does nothing else; a part of
+        the bubble.
         """
         whole = self.step_s * len(self.devices)
         if not (whole and self.sums):
@@ -167,7 +168,7 @@ class Timeline:
         for piece in sorted(self.sums, key=lambda piece: piece.start):
             start = max(piece.start, until[piece.device])
             end = until[piece.device] = max(piece.end, until[piece.device])
-            # What has ended by now is beside no later sum either.
+            # Spans that have ended by now do not overlap later sums either.
             beside_it = busy[piece.device] = [x for x in busy[piece.device] if x[1] > start]
             beside = (min(b, end) - max(a, start) for a, b in beside_it)
             seconds += end - start - sum(shared for shared in beside if shared > 0)

@@ -1,4 +1,4 @@
-"""Calibration of a machine: the few numbers by which its ranks are predicted.
+"""Calibration of a machine: the few numbers from which steps of its ranks are predicted.
 
 ::
 
@@ -8,6 +8,6 @@
         messages       back and forth between two ranks         -> links
         kept: in the user's cache, which ``local:N`` reads, or as a cluster file
 
-Pipelines and work side by side are measured in processor seconds, which others who use the machine
-change little. Measuring imports torch; reading what was measured (``machine``, ``kept``) does not.
+Pipelines and work side by side are measured in processor seconds, which other users of the machine
+change little. Measuring imports torch; reading a kept calibration (``machine``, ``kept``) does not.
 """

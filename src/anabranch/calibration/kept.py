@@ -1,4 +1,4 @@
-"""The calibration of this machine in the user's cache, and clusters of local ranks that have it."""
+"""The calibration of this machine in the user's cache, and clusters of local ranks that use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_file() -> Path:
 
 
 def keep(measured: Cluster) -> Path:
-    """Keep what was measured on this machine for ``local:N``; FileFormatError if that fails."""
+    """Keep the calibration of this machine for ``local:N``; FileFormatError if that fails."""
     file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -32,14 +32,14 @@ def keep(measured: Cluster) -> Path:
 
 
 def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
-    """A cluster of local ranks as the kept calibration has it.
+    """Give a cluster of local ranks the kept calibration.
 
     Args:
-        cluster: any; what is not local ranks without a calibration is returned as it is.
+        cluster: any; one that is not of local ranks, or has a calibration, is returned as it is.
 
     Returns:
-        The cluster, and a sentence about its calibration: which one it is, or why it has none;
-        empty where the question does not arise.
+        The cluster, and a sentence on its calibration, or on the reason why it has none; empty for
+        clusters that need none.
     """
     if not is_local(cluster):
         calibration = cluster.calibration
@@ -83,8 +83,8 @@ def is_local(cluster: Cluster) -> bool:
 
 
 def remarks(cluster: Cluster, seconds: float = 0.1) -> list[str]:
-    """Sentences about predictions for local ranks: where they are rough because ranks share cores,
-    and where others compute on this machine at the moment, at which a look takes so many seconds.
+    """Return sentences on what makes predictions for local ranks rough: ranks that share cores, and
+    other processes that compute on this machine now, which are watched for ``seconds``.
     """
     if not cluster.name.startswith("local:"):
         return []

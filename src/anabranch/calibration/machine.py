@@ -1,4 +1,4 @@
-"""The machine at hand: whether a calibration is one of it, and who else computes on it."""
+"""This machine: whether a calibration is of it, and the load by other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anabranch.cluster import Machine
 
 
 def this_machine() -> Machine:
-    """The machine at hand; torch is not imported for it."""
+    """Return this machine, without importing torch."""
     return Machine(_processor(), os.cpu_count() or 1, version("torch"))
 
 
@@ -28,25 +28,25 @@ def difference(measured: Machine, here: Machine) -> str:
 
 
 class OtherLoad:
-    """Load by processes besides this one and its ended children since it was made; 0 where the
-    kernel does not say (Linux does).
+    """Load since it was made by processes other than this one and its ended children; 0 if the
+    kernel does not tell (Linux does).
     """
 
     def __init__(self) -> None:
         self._began, self._before = time.perf_counter(), _others_s()
 
     def cores(self) -> float:
-        """Mean number of processor cores that they have kept busy."""
+        """Return the mean number of processor cores that they have kept busy."""
         seconds = time.perf_counter() - self._began
         return max(0.0, _others_s() - self._before) / max(seconds, 1e-9)
 
     def share(self) -> float:
-        """Share of the time of all cores that they have taken."""
+        """Return the share of the time of all cores that they have taken."""
         return min(1.0, self.cores() / (os.cpu_count() or 1))
 
 
 def _others_s() -> float:
-    """Processor seconds of others since the machine was started."""
+    """Return the processor seconds of other processes since the machine was started."""
     try:
         line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
     except OSError:
@@ -55,8 +55,8 @@ def _others_s() -> float:
 
 
 def computed_s(line: str, ticks: int) -> float:
-    """Seconds that all cores have computed by the first line of /proc/stat, with what a hypervisor
-    gave to other machines; idling and waiting for a disk are no part.
+    """Return the busy seconds of all cores by the first line of /proc/stat. Time that a hypervisor
+    gave to other machines counts; idling and waiting for a disk do not.
     """
     user, nice, system, _, _, *interrupts_and_stolen = map(int, line.split()[1:9])
     return (user + nice + system + sum(interrupts_and_stolen)) / ticks

@@ -24,15 +24,15 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.workload import Workload, adamw
 
 _PEERS = 8
-"""Ranks of a host, and other hosts, to which links are measured at most."""
+"""Most ranks of a host, and most other hosts, to which links are measured."""
 
 
 def calibrate() -> Cluster:
-    """Calibrate this machine on local ranks, in less than 10 s where there are few cores; the
-    caller's random numbers go on as if nothing had been.
+    """Calibrate this machine on local ranks, in less than 10 s if it has few cores; the state of
+    random numbers is restored.
 
     Returns:
-        As many devices as there are cores.
+        A cluster of as many devices as cores.
     """
     with torch.random.fork_rng(devices=[]):
         calibration = _calibration()
@@ -42,11 +42,11 @@ def calibrate() -> Cluster:
 
 
 def calibrate_job() -> Cluster | None:
-    """Calibrate the hosts of a torchrun job: links from the first rank to others, and the rest on
-    local ranks of its host. Call it on all ranks.
+    """Calibrate the hosts of a torchrun job: links from the first rank to other ranks, everything
+    else on local ranks of its host. Call it on all ranks.
 
     Returns:
-        As many devices as there are ranks; None on other ranks than the first.
+        A cluster of as many devices as ranks; None on other ranks than the first.
     """
     with torch.random.fork_rng(devices=[]):
         is_first = os.environ["RANK"] == "0"
@@ -58,7 +58,7 @@ def calibrate_job() -> Cluster | None:
 
 
 def _calibration() -> Calibration:
-    """Figures from local ranks."""
+    """Measure everything but links on local ranks."""
     load, machine = OtherLoad(), this_machine()
     overheads = measure_overheads()
     return Calibration(
@@ -72,15 +72,15 @@ def _calibration() -> Calibration:
 
 
 def _memory_bandwidth() -> float:
-    """Bytes/s of an update that reads weight, gradient and two moments and writes all but the
-    gradient.
+    """Measure the bytes/s of an update of Adam: it reads weight, gradient and two moments, and
+    writes all but the gradient.
     """
     layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     return 7 / measure_update(Workload(layers, (torch.zeros(1, 1024),), optimizer=adamw)).byte_s
 
 
 def _links() -> tuple[list[str], dict[int, Exchange]]:
-    """Hosts by rank, and on the first rank its exchanges with some others; call it on all ranks."""
+    """Return hosts by rank, and exchanges with the first rank by peer; call it on all ranks."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size))
     hosts, transport = mesh.gather(host()), mesh.transport()
@@ -102,11 +102,11 @@ def _links() -> tuple[list[str], dict[int, Exchange]]:
 def joined(
     calibration: Calibration, name: str, hosts: Sequence[str], links: dict[int, Exchange]
 ) -> Cluster:
-    """The cluster of these ranks, by the median of the links inside a host and between hosts.
+    """Return the cluster of some ranks, with the median link inside a host and between hosts.
 
     Args:
-        hosts: of each rank.
-        links: from the first rank to others.
+        hosts: host of each rank.
+        links: links from the first rank, by the other rank.
     """
     count = len(set(hosts))
     preset = Cluster.preset(f"local:{len(hosts) // count}")

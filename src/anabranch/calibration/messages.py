@@ -1,7 +1,7 @@
-"""Seconds of messages between two ranks on the link, without the processor's at the receiving end.
+"""Seconds of messages between two ranks on the link, without those of the receiving processor.
 
-A message goes back and forth. Half of a round is what a link takes from the moment a rank begins to
-send until the other has the message in hand, so the link's seconds hold those of the sender::
+A message goes back and forth. Half of a round is the time from the moment a rank begins to send
+until the other rank has the message, so the link's seconds include those of the sender::
 
     sender    |== end ==|
               |---- link: latency + bytes / bandwidth ----|
@@ -19,7 +19,7 @@ import torch
 from anabranch.runtime.transport import Transport
 
 SIZES = 256, 2 << 20
-"""Bytes of a small message, whose latency counts, and of a large activation."""
+"""Bytes of a small message, for the latency, and of a large activation."""
 
 _ROUNDS = 32
 _CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(transport: Transport, peer: int, *, first: bool, tag: int) -> Exchange:
-    """Exchange messages with a rank; call it on both, on one of them as the first."""
+    """Measure messages to another rank and back; call it on both ranks, on one as ``first``."""
     return _line(*(_back_and_forth(transport, peer, size, first, tag) for size in SIZES))
 
 
@@ -42,7 +42,7 @@ def _back_and_forth(transport: Transport, peer: int, nbytes: int, first: bool, t
     specs = [(ones.shape, ones.dtype)]
     rounds, used = [], []
     for _ in range(_ROUNDS):
-        # As in a step: what is sent has just been made, and a receive is posted before the wait.
+        # As in a step: the sent tensor has just been made, and a receive is posted before the wait.
         made = ones + 1
         receipt = transport.receive(specs, _CPU, peer, tag)
         begun, before = time.perf_counter(), time.process_time()
@@ -57,7 +57,7 @@ def _back_and_forth(transport: Transport, peer: int, nbytes: int, first: bool, t
 
 
 def _line(small_s: float, large_s: float) -> Exchange:
-    """Seconds that do not depend on bytes, and seconds per byte, by those of both sizes."""
+    """Return latency and seconds per byte, from the seconds of both sizes."""
     small, large = SIZES
     slope = max(0.0, large_s - small_s) / (large - small)
     return Exchange(max(0.0, small_s - slope * small), slope)

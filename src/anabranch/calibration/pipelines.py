@@ -1,13 +1,13 @@
 """Processor seconds of the runtime, from steps of small pipelines.
 
-A step takes longer the more micro-batches it has. Where that line begins and how steep it is tells
-what a step and a micro-batch cost besides operators, on one rank or on each of two::
+A step takes longer the more micro-batches it has. The intercept and the slope of that line are the
+costs of a step and of a micro-batch besides operators, on one rank or on each of two::
 
     one rank     step_s                       +  2 * pass_s * micro-batches
     two ranks    ... + 2 * message_s (totals) + (2 * pass_s + 2 * message_s) * micro-batches
     replicas     ... + 2 * message_s (totals) +  2 * pass_s * micro-batches + all-reduce
 
-Operators are timed between these steps, for the speed of a machine changes. The optimizer does
+Operators are timed between these steps, since the speed of a machine changes. The optimizer does
 nothing.
 """
 
@@ -32,36 +32,36 @@ from anabranch.solve import plan
 from anabranch.workload import Batch, NamedParameters, Workload
 
 _LAYERS, _WIDTH, _SAMPLES = 2, 256, 16
-"""Layers of a rank, and samples of a micro-batch: half a millisecond of operators, so messages meet
-caches as in a step.
+"""Layers of a rank, their width, and samples of a micro-batch: half a millisecond of operators, so
+messages find caches as in a real step.
 """
 
 _FEW, _MANY = 2, 12
 """Micro-batches of a step."""
 
 _TURNS, _STEPS, _SETTLING = 6, 4, 2
-"""Turns of the operators, steps behind each, and steps before those that do not count: they meet
-other contents of the caches.
+"""Turns of timing operators, steps behind each turn, and steps before these that do not count,
+since they find other contents in the caches.
 """
 
 
 def measure_overheads() -> tuple[float, float, float, float]:
-    """Measure processor seconds on local ranks: of a message, a pass, a step, and an all-reduce per
-    byte, as ``Calibration`` has them.
+    """Measure processor seconds on local ranks: of a message, a pass and a step, and per byte of an
+    all-reduce, as ``Calibration`` has them.
     """
     workload = _workload(_LAYERS)
     nbytes = sum(parameter.nbytes for parameter in workload.module.parameters())
     one, two = _steps(workload, 1), _steps(_workload(2 * _LAYERS), 2)
     replicas = _steps(workload, 2, replicas=2)
     message_s = max(0.0, (two.microbatch_s - one.microbatch_s) / 2)
-    # Its messages are one each way, as those of the totals.
+    # The all-reduce has one message each way, and so has the exchange of totals.
     all_reduce_s = replicas.few_s - one.few_s - 4 * message_s
     pass_s, step_s = one.microbatch_s / 2, one.few_s - _FEW * one.microbatch_s
     return message_s, max(0.0, pass_s), max(0.0, step_s), max(0.0, all_reduce_s / nbytes)
 
 
 class _Steps(NamedTuple):
-    """Mean processor seconds of ranks besides operators: in a step of few micro-batches, and more
+    """Mean processor seconds of ranks besides operators: in a step of ``_FEW`` micro-batches, and
     for each further one.
     """
 
@@ -98,7 +98,7 @@ def _batch(microbatches: int) -> Batch:
 
 
 def _steps(workload: Workload, ranks: int, replicas: int = 1) -> _Steps:
-    """Steps of a pipeline with a stage per rank, or of replicas."""
+    """Measure steps of a pipeline with a stage per rank, or of replicas."""
     captured = capture(workload.module, workload.example)
     chosen = plan(
         estimate(captured),
@@ -121,8 +121,8 @@ def _steps(workload: Workload, ranks: int, replicas: int = 1) -> _Steps:
 def _rank(
     workload: Workload, chosen: Plan, captured: Captured, whole: Captured, batches: list[Batch]
 ) -> tuple[float, float, float]:
-    """Processor seconds of this rank in steps of few and of many micro-batches, and on the first
-    rank those of all operators for a micro-batch.
+    """Return the processor seconds of this rank in a step of few and of many micro-batches, and on
+    the first rank the seconds of all operators for a micro-batch.
     """
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
     measurement = Measurement(whole, [_SAMPLES]) if pipe.rank == 0 else None
@@ -137,6 +137,6 @@ def _rank(
                 if step >= 0:
                     taken.append(time.process_time() - used)
     costs = () if measurement is None else measurement.profile().costs
-    # Of the lower quarter: whoever disturbs makes steps longer.
+    # The lower quartile: disturbances only make steps longer.
     few_s, many_s = (statistics.quantiles(taken, n=4)[0] for taken in seconds)
     return few_s, many_s, sum(cost.forward_s[0] + cost.backward_s[0] for cost in costs)

@@ -1,7 +1,7 @@
 """Slowdown of a rank while other ranks of its host compute as well.
 
-Memory, caches and, behind some "cores", the arithmetic itself are shared. Ranks wait for each
-other, so what counts is the slowest of them::
+Memory, caches and, for some "cores", the arithmetic units are shared. Ranks wait for each other, so
+the slowest one counts::
 
     slowdown(k) = processor seconds of the slowest of k / of 1 alone
 """
@@ -20,17 +20,17 @@ from torch import nn
 from anabranch import launch
 
 _ROUNDS, _STEPS = 20, 12
-"""Rounds of each number of ranks, and steps in one, of about two milliseconds each."""
+"""Rounds of each number of ranks, and steps in a round, of about two milliseconds each."""
 
 _LAYERS = 4
 """Layers of the work: 8 MiB of weights and gradients, more than a core's own cache holds."""
 
 Paces = dict[int, list[float]]
-"""Processor seconds of a rank, round after round, by the number of ranks that compute."""
+"""Number of ranks that compute -> processor seconds of one rank in each round."""
 
 
 def measure_slowdown(cores: int) -> tuple[float, ...]:
-    """Slowdown of 1, 2, ... up to so many ranks; interpolated between powers of two."""
+    """Measure the slowdown of 1, 2, ... ``cores`` ranks; interpolated between powers of two."""
     counts = sorted({1 << i for i in range(cores.bit_length())} | {cores})
     return slowdown(launch.run(_paces, cores, counts))
 
@@ -54,11 +54,11 @@ def _paces(counts: Sequence[int]) -> Paces:
 
 
 def slowdown(ranks: Sequence[Paces]) -> tuple[float, ...]:
-    """Slowdown by the paces of all ranks; it never falls."""
+    """Return the slowdown from the paces of all ranks; it never falls with more ranks."""
     counts, ratios = [*ranks[0]], list[float]()
     for count in counts:
         rounds = zip(*(paces[count] for paces in ranks if paces[count]), strict=True)
-        # Round by round, so that a slow moment of the machine hits both.
+        # Round by round, so that a slow moment of the machine affects both sides of the ratio.
         slower = (max(s) / alone for s, alone in zip(rounds, ranks[0][1], strict=True))
         ratios.append(statistics.median(slower))
     rising = np.maximum.accumulate([1.0, *ratios[1:]])

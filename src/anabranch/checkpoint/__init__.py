@@ -1,16 +1,16 @@
 """Training state on disk, keyed by the model's own names, so that any plan loads it::
 
     run/step-200/
-        manifest.json         step, position in the data, scheduler, options of the optimizer, where
-        each tensor is; checksums of all files and of itself
+        manifest.json         step, position in the data, scheduler, options of the optimizer, file
+                              of each tensor; checksums of all files and of itself
         rank-0.safetensors    model/text.0.weight  optimizer/exp_avg/text.0.weight ...
         rank-1.safetensors    model/image.0.weight ...
 
-Every rank writes what it owns, in a new folder that takes its final name once everything is on the
-disk. One id is in every file, so files of two checkpoints are told apart. Loading reads only the
-tensors that are asked for, after all files have been compared with their checksums. Nothing is
-pickled, so a checkpoint from a stranger can be wrong but not dangerous. All ranks have to see the
-file system.
+Every rank writes the tensors that it owns, in a new folder that takes its final name once
+everything is on the disk. All files have the id of the checkpoint, so files of two checkpoints
+cannot be mixed. Loading compares all files with their checksums, then reads only the tensors that
+are asked for. Nothing is pickled, so a checkpoint from a stranger can be wrong but not dangerous.
+All ranks have to see the file system.
 """
 
 from anabranch.checkpoint.manifest import MANIFEST as MANIFEST

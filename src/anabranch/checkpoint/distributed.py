@@ -1,13 +1,13 @@
-"""Checkpoints as PyTorch's distributed checkpoint (DCP) has them, by full names, both ways::
+"""Conversion from and to PyTorch's distributed checkpoints (DCP), by full names::
 
     model/layers.0.weight               <->    model.layers.0.weight
     optimizer/exp_avg/layers.0.weight   <->    optimizer.state.layers.0.weight.exp_avg
     options of the parameter's group    <->    optimizer.param_groups.layers.0.weight.lr
 
 That is the form of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``, which
-``set_optimizer_state_dict`` and torchtitan read. What DCP has no place for (position in the data,
-kind of the optimizer) is under ``anabranch``. DCP's files are pickles; here they are read without
-running what a pickle asks for.
+``set_optimizer_state_dict`` and torchtitan read. State without a place in DCP (position in the
+data, kind of the optimizer) is under ``anabranch``. DCP's files are pickles; here they are read
+without running code that a pickle names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OWN = "anabranch."
 
 @dataclass(frozen=True)
 class Converted:
-    """Result of a conversion: what was written, and how many tensors of model and optimizer."""
+    """Result of a conversion: its path, and numbers of tensors of model and optimizer."""
 
     path: Path
     tensors: int
@@ -60,12 +60,12 @@ class Converted:
 
 
 def is_distributed(folder: str | os.PathLike[str]) -> bool:
-    """Return True for the folder of a distributed checkpoint of PyTorch's."""
+    """Return True for the folder of a distributed checkpoint of PyTorch."""
     return (Path(folder) / ".metadata").is_file()
 
 
 def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> Converted:
-    """Write a checkpoint as a distributed checkpoint of PyTorch's, in a new folder.
+    """Write a checkpoint as a distributed checkpoint of PyTorch, in a new folder.
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.
@@ -102,14 +102,14 @@ def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike
 def from_distributed(
     folder: str | os.PathLike[str], output: str | os.PathLike[str], *, optimizer: str | None = None
 ) -> Converted:
-    """Write a distributed checkpoint of PyTorch's as a checkpoint that a training resumes from.
+    """Write a distributed checkpoint of PyTorch as a checkpoint from which training resumes.
 
     Args:
-        optimizer: class of the optimizer that it has the state of, such as ``AdamW``; needed where
-            it was not written by ``to_distributed``. Position and scheduler then begin anew.
+        optimizer: class of the optimizer whose state it has, such as ``AdamW``; needed if it was
+            not written by ``to_distributed``. Position and scheduler then begin anew.
 
     Raises:
-        FileFormatError: if it is damaged, or holds what no checkpoint takes.
+        FileFormatError: if it is damaged, or holds entries that no checkpoint takes.
         TrainingError: if the output exists or cannot be written.
     """
     entries = _read(Path(folder))
@@ -143,7 +143,7 @@ def from_distributed(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Tensors and other entries of a distributed checkpoint, by full names."""
+    """Read the tensors and other entries of a distributed checkpoint, by full names."""
     try:
         listed = _PlainReader(folder).read_metadata().state_dict_metadata
         entries: dict[str, Any] = {
@@ -164,7 +164,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _model(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors of the model, which may be below ``model`` or beside the optimizer."""
+    """Return the tensors of the model, which may be below ``model`` or beside the optimizer."""
     names = [
         name
         for name, value in entries.items()
@@ -179,7 +179,7 @@ def _model(entries: Mapping[str, Any]) -> dict[str, Tensor]:
 def _optimizer(
     entries: Mapping[str, Any], model: Mapping[str, Tensor]
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Tensors by parameter and entry, other entries and options by parameter."""
+    """Return tensors by (parameter, entry), and other entries and options by parameter."""
     state: dict[tuple[str, str], Tensor] = {}
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
     options, groups = dict[str, dict[str, Any]](), defaultdict[str, dict[str, Any]](dict)
@@ -203,7 +203,7 @@ def _optimizer(
 
 
 def _tied(model: Mapping[str, Tensor], state: Mapping[tuple[str, str], Tensor]) -> dict[str, str]:
-    """Names without a state of tensors that are, bit by bit, those of a name with one."""
+    """Return name -> trained name, for untrained tensors that equal a trained one bit by bit."""
     trained = {name for name, _ in state}
     return {
         name: first
@@ -223,7 +223,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _PlainReader(FileSystemReader):
-    """Reads the list of tensors without anything else that a pickle may call."""
+    """Reads the list of tensors without running code that a pickle names."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -232,7 +232,7 @@ class _PlainReader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the classes that DCP's list of tensors is made of, and refuses all else."""
+    """Accepts only the classes of which DCP's list of tensors is made."""
 
     def find_class(self, module: str, name: str) -> Any:
         part = getattr(dcp_metadata, name, None) if module == _PARTS else None

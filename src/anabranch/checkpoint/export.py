@@ -1,7 +1,7 @@
-"""Checkpoint -> the model alone, as other programs read it.
+"""Export of the model of a checkpoint, without training state, for other programs.
 
-One safetensors file with the tensors of a ``state_dict``, each once: of a tied weight the first
-name, and no buffer that is not persistent. That is what Hugging Face's ``save_pretrained`` writes;
+One safetensors file has the tensors of a ``state_dict``, each once: a tied weight under its first
+name, and no buffer that is not persistent. Hugging Face's ``save_pretrained`` writes the same;
 ``from_pretrained``, and ``safetensors.torch.load_model``, tie the other names again.
 """
 
@@ -31,13 +31,13 @@ class Exported:
     """Result of an export.
 
     Attributes:
-        path: the file or folder.
-        tensors: how many.
-        bytes: of all tensors.
-        prefix: that their names had in the module.
-        left_out: tensors of the module whose names have another one.
-        architecture: class of Hugging Face's that the folder, or the file, is for; or empty.
-        checkpoint: that was read; of a folder with several the newest.
+        path: the file or folder that was written.
+        tensors: number of tensors.
+        bytes: bytes of all tensors.
+        prefix: prefix of their names in the module.
+        left_out: number of tensors of the module whose names have another prefix.
+        architecture: class of Hugging Face for the folder or file; or empty.
+        checkpoint: the checkpoint that was read; of a folder with several the newest.
     """
 
     path: Path
@@ -59,13 +59,13 @@ def export(
     """Write the model of a checkpoint.
 
     Args:
-        checkpoint: its folder, or the folder of a run with several, of which it is the newest.
+        checkpoint: its folder, or the folder of a run with several, for the newest.
         output: a new file ``NAME.safetensors``; or a new folder for ``model.safetensors`` and, for
             a model of Hugging Face, ``config.json``, which ``from_pretrained`` reads.
-        prefix: export the part of the module whose names begin so, without it: ``model.``. By
-            default that of the only model of Hugging Face in the module, if it is all of it.
-        trained: only what was trained, such as adapters; a folder gets no ``config.json``, but is
-            what ``PeftModel.from_pretrained`` reads where peft has put one LoRA adapter in.
+        prefix: export only tensors whose names begin with it, such as ``model.``, and strip it. By
+            default the prefix of the only model of Hugging Face in the module, if it is all of it.
+        trained: export only trained parameters, such as adapters. A folder then has no
+            ``config.json``; with one LoRA adapter of peft ``PeftModel.from_pretrained`` reads it.
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.
@@ -116,7 +116,7 @@ def export(
 
 
 def require_new(output: str | os.PathLike[str]) -> Path:
-    """Return the path of what is to be written; raises TrainingError if it exists."""
+    """Return the output path; raises TrainingError if it exists."""
     if os.path.lexists(output):
         raise TrainingError(f"{output} exists, and an export never replaces anything; name another")
     return Path(output)
@@ -124,10 +124,10 @@ def require_new(output: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
-    """Yield a path beside another one, which takes its name once all is written.
+    """Yield a temporary path beside ``path``, which is renamed to it once all is written.
 
     Raises:
-        TrainingError: for an OSError inside, or an error of another kind.
+        TrainingError: for an OSError inside, or an error of ``kind``.
     """
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -144,14 +144,14 @@ def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
 
 
 def _name_in_peft(name: str, adapter: str) -> str:
-    """The name that a trained tensor of a model has in peft's own files."""
+    """Return the name in peft's own files of a trained tensor of a model."""
     plain = name.replace(f".modules_to_save.{adapter}.", ".")
     plain = plain.replace(f".lora_magnitude_vector.{adapter}.weight", ".lora_magnitude_vector")
     return f"base_model.model.{plain}".replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
 def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:
-    """First name -> name in the file, of the tensors that have one with the prefix."""
+    """Return first name -> name in the file, for tensors that have a name with the prefix."""
     first_names = {
         first: next((name for name in several if name.startswith(prefix)), None)
         for first, several in names.items()
@@ -160,7 +160,7 @@ def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str
 
 
 def _only_prefix(parts: Mapping[str, Pretrained], names: Mapping[str, Sequence[str]]) -> str:
-    """The prefix of the only model of Hugging Face, if there is nothing else in the module."""
+    """Return the prefix of the only model of Hugging Face if nothing else is in the module."""
     for prefix in parts:
         if len(parts) == 1 and len(_exported_names(names, prefix)) == len(names):
             return prefix

@@ -21,12 +21,12 @@ class Pretrained(Strict):
     """A ``PreTrainedModel``.
 
     Attributes:
-        prefix: of its tensors' names within the module, such as ``model.``; empty for the module.
-        architecture: its class.
-        config: what ``config.json`` has.
-        generation_config: what ``generation_config.json`` has; None where nothing is generated.
+        prefix: prefix of its tensors' names in the module, such as ``model.``; may be empty.
+        architecture: name of its class.
+        config: content of ``config.json``.
+        generation_config: content of ``generation_config.json``; None if it cannot generate.
         adapter: name of the adapter that peft has put into it; or empty.
-        adapter_config: what ``adapter_config.json`` of peft has; None but for one LoRA adapter.
+        adapter_config: content of peft's ``adapter_config.json``; None except for one LoRA adapter.
     """
 
     prefix: str
@@ -38,10 +38,10 @@ class Pretrained(Strict):
 
 
 def pretrained_in(module: nn.Module) -> list[Pretrained]:
-    """The outermost ``PreTrainedModel`` on every path from a module."""
+    """Describe the outermost ``PreTrainedModel`` on every path from a module."""
     package = sys.modules.get("transformers.modeling_utils")
     if package is None:
-        return []  # where it was never imported there is none
+        return []  # transformers was never imported
     if isinstance(module, package.PreTrainedModel):
         return [_described(module)]
     return [
@@ -67,12 +67,12 @@ def _described(model: Any) -> Pretrained:
 
 
 def _adapter(configs: Any) -> dict[str, Any]:
-    """The fields of an adapter, of the configurations that peft leaves in a model by names."""
+    """Return the adapter fields of ``Pretrained``, from the configurations of peft in a model."""
     if not isinstance(configs, Mapping) or not configs:
         return {}
     name, config = next(iter(configs.items()))
     fields = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    # What has other names in the files of peft than in the model.
+    # These have other names in peft's files than in the model.
     has_tokens = bool(fields.get("trainable_token_indices"))
     if len(configs) > 1 or fields.get("peft_type") != "LORA" or has_tokens:
         return {"adapter": name}
@@ -85,7 +85,7 @@ MANIFEST = "manifest.json"
 
 Scalar = bool | int | float | str | None
 Option = Scalar | list[Scalar]
-"""What a parameter group may have as an option, such as ``lr`` and ``betas``."""
+"""Value of an option of a parameter group, such as ``lr`` and ``betas``."""
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Position = Annotated[int, Field(ge=0, le=2**40)]
@@ -118,13 +118,13 @@ class OptimizerState(Strict):
 
 
 class Description(Strict):
-    """All of a state but tensors and progress, as JSON has it; of one rank, or of all together.
+    """A state without tensors and progress, in types of JSON; of one rank, or of all together.
 
     Attributes:
         optimizer: state of the optimizer besides tensors; None if nothing was trained.
-        scheduler: the state of the scheduler, if there was one.
-        aliases: further names of tensors that the model has under several.
-        transient: buffers that are none of the model's ``state_dict``.
+        scheduler: state of the scheduler, if there was one.
+        aliases: further name of a tensor -> its first name.
+        transient: names of buffers that are not in the model's ``state_dict``.
         pretrained: models of Hugging Face in it.
         frozen: parameters that were not trained and are left out -> their ``fingerprint``.
     """
@@ -138,9 +138,13 @@ class Description(Strict):
 
 
 class Progress(Strict):
-    """Steps done, epoch, batches of the epoch done, seed of random numbers, under fp16 the scale of
-    the loss with its steps without overflow, the ``state_dict`` of a loader that has one, samples
-    of a batch and batches of an update (0 where that is not known).
+    """Position of training.
+
+    Attributes:
+        position: batches done of the epoch.
+        loss_scale: scale of the loss under fp16, and ``loss_streak`` its steps without overflow.
+        data: ``state_dict`` of a loader that has one.
+        batch_size: samples of a batch, and ``accumulate`` batches of an update; 0 if not known.
     """
 
     step: _Position = 0
@@ -155,10 +159,10 @@ class Progress(Strict):
 
 
 class Manifest(Description, Progress):
-    """The document.
+    """The document ``manifest.json``.
 
     Attributes:
-        id: drawn for each checkpoint; the other files have it as well.
+        id: random id of the checkpoint, which the other files have as well.
         files: bytes of each file.
         checksums: SHA-256 of each file.
         checksum: SHA-256 of everything else in this document, as ``checksum_of`` computes it.
@@ -173,7 +177,7 @@ class Manifest(Description, Progress):
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's numbers, read as integers: the same on every device."""
+    """Return the sum of a tensor's numbers, read as integers: the same on every device."""
     as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     flat = tensor.detach().contiguous().flatten()
     integers = flat.view(as_integers.get(flat.element_size(), torch.int64))
@@ -181,13 +185,13 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 
 def checksum_of(document: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest without its checksum: JSON with sorted keys."""
+    """Return the SHA-256 of a manifest without its checksum, as JSON with sorted keys."""
     rest = {key: value for key, value in document.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document with its checksum."""
+    """Return a document with its checksum."""
     return {**document, "checksum": checksum_of(document)}
 
 
@@ -203,5 +207,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def type_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """For messages: ``float32[3, 8]``."""
+    """Return type and shape for messages, such as ``float32[3, 8]``."""
     return f"{dtype_name(dtype)}{list(shape)}"

@@ -1,4 +1,4 @@
-"""The state of optimizers and schedulers by the names of parameters, and back into their types."""
+"""State of optimizers and schedulers by names of parameters, and back into their own types."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from anabranch.graph.slices import whole_name
 def optimizer_part(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: set[str]
 ) -> tuple[dict[str, Tensor], OptimizerState]:
-    """Tensors of this rank's optimizer and the rest of its state, by names of parameters.
+    """Return tensors of this rank's optimizer and the rest of its state, by names of parameters.
 
-    ``names`` has the name by ``id``, ``owned`` what this rank saves. Raises TrainingError for a
-    state that is neither tensor nor scalar.
+    Args:
+        names: ``id`` of a parameter -> its name.
+        owned: names of the parameters whose state this rank saves.
+
+    Raises:
+        TrainingError: for a state that is neither tensor nor scalar.
     """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Scalar]] = {}
@@ -56,7 +60,7 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 def option(key: str, value: Any) -> Option:
-    """An option of an optimizer as a checkpoint has it."""
+    """Convert an option of an optimizer for a checkpoint; TrainingError if that is impossible."""
     plain = value.tolist() if isinstance(value, Tensor) else value
     plain = list(plain) if isinstance(plain, tuple) else plain
     numbers = plain if isinstance(plain, list) else [plain]
@@ -71,7 +75,7 @@ def option(key: str, value: Any) -> Option:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: SavedState
 ) -> None:
-    """Give an optimizer the state that its parameters had; FileFormatError for another kind's."""
+    """Give an optimizer the saved state of its parameters; FileFormatError for another kind."""
     saved = checkpoint.optimizer
     where = checkpoint.where
     kind = type(optimizer).__name__
@@ -115,11 +119,11 @@ _OF_SCHEDULERS = frozenset(
 def _options(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """The saved options of a parameter group in the types of the optimizer that resumes.
+    """Return the saved options of a parameter group in the types of the optimizer that resumes.
 
     Raises:
-        FileFormatError: for an option that an optimizer of torch lacks (others may add some when
-            they step), or whose value is of another kind.
+        FileFormatError: for a value of another kind, or an option that the optimizer lacks, if it
+            is one of torch (others may add options when they step).
     """
     unknown = sorted(saved.keys() - group.keys() - _OF_SCHEDULERS)
     if unknown and type(optimizer).__module__.startswith("torch."):
@@ -134,8 +138,8 @@ def _options(
 
 
 def laid_out(values: Tensor, parameter: Tensor) -> Tensor:
-    """Values of a parameter's shape in the order in memory that it has, such as channels last: a
-    fused optimizer takes its gradient and state to be in that.
+    """Return values in the memory format of their parameter, such as channels last, if they have
+    its shape: a fused optimizer expects state and gradient in that format.
     """
     if values.shape != parameter.shape or values.stride() == parameter.stride():
         return values
@@ -155,8 +159,7 @@ def restore_scheduler(
             f"{checkpoint.where}: the training resumes with a scheduler, but scheduler is null; "
             "resume with the workload that wrote it"
         )
-    # Lists with an entry per parameter group: this rank may have other groups than the one that
-    # saved.
+    # Lists with an entry per parameter group; the rank that saved them may have had other groups.
     per_group = {
         "base_lrs": [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups],
         "_last_lr": [float(g["lr"]) for g in optimizer.param_groups],
@@ -166,17 +169,17 @@ def restore_scheduler(
 
 
 _OF_CYCLES = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
-"""Entries per parameter group that ``CyclicLR`` was made with, which training does not change."""
+"""Lists of ``CyclicLR`` with an entry per parameter group, which training does not change."""
 
 
 def _with_own_groups(
     state: Mapping[str, Any], now: Mapping[str, Any], per_group: Mapping[str, list[float]]
 ) -> dict[str, Any]:
-    """A scheduler's state with this rank's lists, also in the schedulers that it is made of.
+    """Return a scheduler's state with this rank's lists, also in schedulers inside it.
 
     Args:
-        now: its state as it was made.
-        per_group: lists that were saved with the optimizer.
+        now: state of the new scheduler.
+        per_group: lists with an entry per group, from the restored optimizer.
     """
     own = {**per_group, **{k: now[k] for k in _OF_CYCLES if k in now and "max_lrs" in now}}
     result = {**state, **{k: list(v) for k, v in own.items() if k in state}}
@@ -191,20 +194,20 @@ def _with_own_groups(
 
 
 def _in_type(saved: Any, now: Any, where: str, *, may_lack: bool = False) -> Any:
-    """A saved value in the type that is used now: JSON has no tuples, tensors or keys but strings.
+    """Convert a saved value to the present type: JSON has no tuples, tensors or keys but strings.
 
     Args:
         may_lack: None may stand in place of a number.
 
     Raises:
-        FileFormatError: if it is of another kind.
+        FileFormatError: if the value is of another kind.
     """
     if isinstance(now, Mapping) and isinstance(saved, dict):
         return _mapping_in_type(saved, now, where)
     if isinstance(now, tuple) and isinstance(saved, list) and len(saved) == len(now):
         return tuple(_in_type(s, n, where, may_lack=True) for s, n in zip(saved, now, strict=True))
     if isinstance(now, list) and isinstance(saved, list):
-        # With an entry per parameter group, of which this rank may have other ones.
+        # Lists with an entry per parameter group may have another length on this rank.
         like = now if len(now) == len(saved) else [now[0] if now else None] * len(saved)
         return [_in_type(s, n, where, may_lack=True) for s, n in zip(saved, like, strict=True)]
     if isinstance(now, Tensor) and isinstance(saved, bool | int | float):
@@ -235,5 +238,5 @@ def _mapping_in_type(saved: dict[str, Any], now: Mapping[Any, Any], where: str) 
 
 
 def _kind(value: Any) -> type:
-    """Numbers are one kind, whether whole or not; booleans are another."""
+    """Return the kind of a value: integers and floats are one kind, booleans another."""
     return float if type(value) is int else type(value)

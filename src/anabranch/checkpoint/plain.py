@@ -1,7 +1,7 @@
-"""Weights that something else saved: plain safetensors of a whole model, to start training from.
+"""Weights that another program saved: plain safetensors of a whole model, to start training from.
 
-A file, or a folder with ``model.safetensors``, or with several files and the index that Hugging
-Face's ``save_pretrained`` writes (``model.safetensors.index.json``). Each rank reads its own part.
+They are one file, a folder with ``model.safetensors``, or one with several files and the index of
+Hugging Face's ``save_pretrained`` (``model.safetensors.index.json``). Each rank reads its part.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class PlainWeights:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._files: dict[str, Path] = {}
-        for file in self._found():
+        for file in self._tensor_files():
             for name in _names(file):
                 if name in self._files:
                     raise FileFormatError(f"{name} is in {self._files[name]} and in {file}")
                 self._files[name] = file
 
-    def _found(self) -> list[Path]:
+    def _tensor_files(self) -> list[Path]:
         if self.path.is_file():
             return [self.path]
         if (self.path / _INDEX).is_file():
@@ -66,16 +66,16 @@ class PlainWeights:
     def match(
         self, names: Mapping[str, Sequence[str]], transient: Collection[str]
     ) -> dict[str, str]:
-        """By which name the file has each tensor of a model.
+        """Return first name -> name in the file, for each tensor of a model.
 
-        The file's names may lack a prefix that all of the model's have, such as ``model.``.
+        Names in the file may lack a prefix that all names of the model have, such as ``model.``.
 
         Args:
             names: first name -> all names of a tensor.
-            transient: first names of those that no ``state_dict`` has, and the file need not.
+            transient: first names of tensors that no ``state_dict`` has; the file need not either.
 
         Raises:
-            FileFormatError: if one is missing, or the file has others.
+            FileFormatError: if the file lacks a tensor, or has one that the model lacks.
         """
         every = {name for several in names.values() for name in several}
         prefix = self._prefix(every)
@@ -100,7 +100,7 @@ class PlainWeights:
         return {name: key for name, key in key_of.items() if key is not None}
 
     def _prefix(self, names: Set[str]) -> str:
-        """Return the prefix of the file's names in a model that holds its model as a part."""
+        """Return the prefix that the file's names lack, if the file is of a part of the model."""
         if not self._files or not names.isdisjoint(self._files):
             return ""
         longest = max(self._files, key=len)
@@ -109,10 +109,10 @@ class PlainWeights:
         return whole[0] if len(whole) == 1 else ""
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Read one tensor, in the type of ``like`` where that holds every value.
+        """Read one tensor and convert it to the type of ``like``.
 
         Raises:
-            FileFormatError: if it is damaged, of another shape, or of a type that would be rounded.
+            FileFormatError: if it is damaged, of another shape, or would be rounded.
         """
         file = self._files[name]
         tensor = read_tensor(file, name)

@@ -1,4 +1,4 @@
-"""The state of a run that is being read; a checkpoint is whole and undamaged, or refused."""
+"""Reading the state of a run; a checkpoint that is not whole and undamaged is refused."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 
 class SavedState:
-    """A checkpoint, or what ranks have sent each other; tensors by the model's own names.
+    """A checkpoint, or a state that ranks have sent each other; tensors by the model's own names.
 
     Attributes:
         where: origin of the state, for messages.
         optimizer: state of the optimizer besides tensors; None if nothing was trained.
-        scheduler: the state of the scheduler, if there was one.
+        scheduler: state of the scheduler, if there was one.
         progress: position of training.
-        frozen: parameters that it leaves out, which the module has -> their fingerprint.
+        frozen: parameters of the module that it leaves out -> their fingerprint.
 
     Args:
-        keys: of all tensors, such as ``model/text.0.weight``.
+        keys: keys of all tensors, such as ``model/text.0.weight``.
         read: returns the tensor of a key.
     """
 
@@ -77,15 +77,15 @@ class SavedState:
             self._stored.setdefault(whole_name(key), []).append(key)
 
     def keys(self, prefix: str) -> list[str]:
-        """The rest of every key of a whole tensor that begins with ``prefix/``."""
+        """Return the keys of whole tensors that begin with ``prefix/``, without it."""
         start = f"{prefix}/"
         return [key.removeprefix(start) for key in self._stored if key.startswith(start)]
 
     def require_model(self, names: Collection[str]) -> None:
-        """Check that the state is that of a model with these tensors.
+        """Check that the state has exactly these tensors of a model.
 
         Raises:
-            FileFormatError: naming those that are missing, or one that the model lacks.
+            FileFormatError: naming tensors that are missing, or one that the model lacks.
         """
         self.require([f"model/{name}" for name in names if name not in self.frozen])
         unknown = sorted({*self.keys("model"), *self.frozen} - set(names))
@@ -97,10 +97,10 @@ class SavedState:
             )
 
     def require_frozen(self, name: str, parameter: Tensor) -> None:
-        """Check that a parameter which the checkpoint leaves out has the values of then.
+        """Check that a parameter which the checkpoint leaves out still has the same values.
 
         Raises:
-            FileFormatError: naming it.
+            FileFormatError: naming the parameter.
         """
         if fingerprint(parameter) != self.frozen[name]:
             raise FileFormatError(
@@ -110,7 +110,7 @@ class SavedState:
             )
 
     def require(self, keys: Sequence[str]) -> None:
-        """Check that tensors exist; raises FileFormatError, which names those that do not."""
+        """Check that tensors exist; raises FileFormatError, which names missing ones."""
         missing = [key for key in keys if whole_name(key) not in self._stored]
         if missing:
             raise FileFormatError(
@@ -136,10 +136,10 @@ class SavedState:
         return tensor
 
     def require_type(self, key: str, stored: str, like: Tensor) -> None:
-        """Check that a tensor that is ``stored`` as such has the type and shape of ``like``.
+        """Check that ``stored``, the ``type_text`` of a tensor, is that of ``like``.
 
         Raises:
-            FileFormatError: naming file, key and both.
+            FileFormatError: naming file, key and both types.
         """
         if stored != (expected := type_text(like.dtype, like.shape)):
             raise FileFormatError(
@@ -148,14 +148,14 @@ class SavedState:
 
 
 class Checkpoint(SavedState):
-    """A checkpoint that is being read.
+    """A checkpoint on disk.
 
     Args:
-        folder: a checkpoint, or the folder of a run with several, of which it is the newest.
+        folder: a checkpoint, or the folder of a run with several, for the newest.
 
     Raises:
-        FileFormatError: if the folder is none, the manifest is damaged, or a file is missing, cut
-            short or of another checkpoint.
+        FileFormatError: if the folder is no checkpoint, the manifest is damaged, or a file is
+            missing, cut short or of another checkpoint.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -174,7 +174,7 @@ class Checkpoint(SavedState):
         self.manifest = manifest = read_document(where, SCHEMA, Manifest)
         progress = Progress(**{name: getattr(manifest, name) for name in Progress.model_fields})
         super().__init__(where, manifest.tensors, self._read_stored, manifest, progress)
-        # Keys that came into being later are in no checkpoint from before.
+        # Keys that were added later are not in earlier checkpoints, nor in their checksums.
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
         if checksum_of(written) != self.manifest.checksum:
             raise FileFormatError(
@@ -185,16 +185,16 @@ class Checkpoint(SavedState):
             self._check_file(name, size)
 
     def require_module(self, module: nn.Module) -> None:
-        """Check by the manifest that the model has these tensors, or raise FileFormatError."""
+        """Check by the manifest that it is of this model, or raise FileFormatError."""
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.require_model(tensors)
         for name, tensor in tensors.items():
-            # One that was cut is there in parts, which are compared when they are read.
+            # A tensor stored in parts is compared when it is read.
             if entry := self.manifest.tensors.get(f"model/{name}"):
                 self.require_type(f"model/{name}", f"{entry.dtype}{entry.shape}", tensor)
 
     def _way_on(self) -> str:
-        """Suggest another folder, one further in or that of ``--save``, where no manifest is."""
+        """Suggest another folder than one without a manifest: inside it, or that of ``--save``."""
         inside = [p for p in sorted(self.folder.iterdir()) if (p / MANIFEST).exists() or newest(p)]
         if inside:
             return f"; {inside[0]} is one"
@@ -224,10 +224,10 @@ class Checkpoint(SavedState):
             )
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare files with their checksums; ``shares`` ranks can do it together, each its part.
+        """Compare files with their checksums; ``shares`` ranks can each take a part.
 
         Raises:
-            FileFormatError: naming the first file that is not as it was written.
+            FileFormatError: naming the first file that has changed since it was written.
         """
         for name in sorted(self.manifest.files)[share::shares]:
             path = self.folder / name
@@ -242,7 +242,7 @@ class Checkpoint(SavedState):
                 )
 
     def names(self) -> dict[str, list[str]]:
-        """First name -> all names of each tensor that the model's ``state_dict`` has."""
+        """Return first name -> all names of each tensor in the model's ``state_dict``."""
         names = {first: [first] for first in self.keys("model")}
         for alias, first in self.manifest.aliases.items():
             names.get(first, []).append(alias)
@@ -266,17 +266,17 @@ class Checkpoint(SavedState):
 def load_state_dict(
     folder: str | os.PathLike[str], *, optimizer_state: str = ""
 ) -> dict[str, Tensor]:
-    """The whole model of a checkpoint, as ``torch.nn.Module.load_state_dict`` takes it.
+    """Load the whole model of a checkpoint, for ``torch.nn.Module.load_state_dict``.
 
     Args:
-        folder: a checkpoint, or the folder of a run with several, of which it is the newest.
-        optimizer_state: name of what the optimizer keeps for each parameter, such as a moving
-            average, to have it in place of the parameters that it is kept for.
+        folder: a checkpoint, or the folder of a run with several, for the newest.
+        optimizer_state: name of a state that the optimizer keeps per parameter, such as a moving
+            average, to be returned in place of these parameters.
 
     Returns:
-        Tensors on the CPU, by the names of the model's own ``state_dict``; the same tensor under
-        each name of one that the model shares. A checkpoint that leaves frozen parameters out
-        (``Workload.save_frozen``) has none of them: load it with ``strict=False``.
+        Tensors on the CPU, by the names of the model's own ``state_dict``; a tied tensor is under
+        each of its names. A checkpoint that leaves frozen parameters out (``Workload.save_frozen``)
+        has none of them: load it with ``strict=False``.
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.

@@ -6,8 +6,8 @@
     threads                   write the copy ........................
     rank 0                    ....... wait for all parts, and for the confirmation: finish
 
-Nobody waits for another rank to begin one: they meet in the folder. That a step was good may be
-known only after the next one (``Pipeline.steps``), so the folder gets its name no sooner.
+No rank waits for another one to begin a checkpoint: they meet in the folder. A step may be known as
+good only after the next one (``Pipeline.steps``), so the folder gets its name no sooner.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from anabranch.checkpoint.writing import RankPart, Target, abandon, begin, finis
 from anabranch.errors import TrainingError
 
 _POLL_S = 0.01
-"""Seconds between two looks into the folder: little beside the writing of a file."""
+"""Seconds between two looks into the folder: short beside the writing of a file."""
 
 
 class Saving:
     """One rank's share of a checkpoint that is being written.
 
     Args:
-        part: its tensors belong to the thread from now on.
-        keep: how many checkpoints there may be in the parent folder afterwards; by default all.
+        part: part of this rank; its tensors belong to the thread from now on.
+        keep: most checkpoints in the parent folder afterwards; by default all.
         timeout: seconds without anything new in the folder until another rank counts as lost.
-        ready: waits in the thread until a device has copied the part's tensors.
+        ready: called in the thread; waits until a device has copied the part's tensors.
 
     Raises:
-        TrainingError: if the folder exists, or something cannot be saved.
+        TrainingError: if the folder exists, or cannot be made.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Saving:
         self._thread.start()
 
     def confirm(self) -> None:
-        """The step that is saved was a good one on all ranks."""
+        """Confirm that the saved step was a good one on all ranks."""
         self._good.set()
 
     def check(self) -> None:
-        """Raise what went wrong so far, a TrainingError."""
+        """Raise the error of the thread so far, if any, a TrainingError."""
         if self._error is not None and not self._given_up.is_set():
             raise self._error
 
     def wait(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Wait until this rank's part is written, on the first rank all; raises TrainingError.
+        """Wait until this rank's part, or on the first rank all, is written; raises TrainingError.
 
         Args:
-            waiting: entered while this rank's part is written and those of others are not.
+            waiting: context of the wait for the parts of other ranks.
         """
         self._is_written.wait()
         with waiting():
@@ -81,7 +81,7 @@ class Saving:
         self.check()
 
     def give_up(self) -> None:
-        """The step that is saved was a bad one, or the run has failed: it never gets its name."""
+        """Give the checkpoint up after a bad step or a failure: it never gets its name."""
         self._given_up.set()
 
     def _work(self, part: RankPart) -> None:
@@ -105,10 +105,10 @@ class Saving:
                 abandon(self._target, self._lock)
             elif self._rank != 0:
                 mark = self._target.description(self._rank).with_suffix(".failing")
-                with suppress(OSError):  # the first rank need not wait in vain
+                with suppress(OSError):  # so that the first rank does not wait in vain
                     try:
                         mark.write_text(str(error), "utf-8", "replace")
-                    finally:  # on a full disk empty
+                    finally:  # empty on a full disk
                         mark.rename(mark.with_suffix(".failed"))
         finally:
             self._is_written.set()
@@ -124,7 +124,7 @@ class Saving:
         return all(target.description(rank).exists() for rank in range(target.num_ranks))
 
     def _wait_for(self, condition: Any, *, limited: bool = True) -> None:
-        """Look until it holds; TrainingError if it was given up, or nothing has come for long."""
+        """Wait for a condition; TrainingError if given up, or if no rank writes for too long."""
         seen, since = -1, time.monotonic()
         while not condition():
             if self._given_up.wait(_POLL_S) or not threading.main_thread().is_alive():

@@ -1,7 +1,7 @@
 """Checkpoints of one run in one folder, by their steps: ``run/step-100``, ``run/step-200``.
 
-The link ``run/best`` leads to the one whose held-out data did best so far, if that was asked for;
-``evaluation.json`` in it has its held-out means.
+If asked for, the link ``run/best`` leads to the checkpoint with the best evaluation so far;
+``evaluation.json`` in it has the held-out means.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _NAME = re.compile(r"^step-(\d{1,19})$")
 
 
 def step_folder(series: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint after a number of steps."""
     return series / f"step-{step}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The number in the name of such a folder; None for other names."""
+    """Return the number of steps in the name of a checkpoint's folder; None for other names."""
     match = _NAME.match(folder.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(series: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the complete ones, oldest first."""
+    """Return steps and folders of the complete checkpoints, oldest first."""
     if not series.is_dir():
         return []
     named = ((step_of(path), path) for path in series.iterdir())
@@ -54,13 +54,13 @@ def checkpoints(series: Path) -> list[tuple[int, Path]]:
 
 
 def newest(series: Path) -> Path | None:
-    """The checkpoint with the most steps; None if there is none yet."""
+    """Return the checkpoint with the most steps; None if there is none yet."""
     saved = checkpoints(series)
     return saved[-1][1] if saved else None
 
 
 def keep_newest(series: Path, count: int) -> None:
-    """Remove all but so many, and the best."""
+    """Remove all checkpoints but the newest ``count`` and the best."""
     best = (series / BEST).resolve()
     for _, folder in checkpoints(series)[:-count]:
         if folder.resolve() != best:
@@ -88,12 +88,12 @@ def mark_best(folder: Path, metrics: Mapping[str, float]) -> None:
 
 
 def best_evaluation(series: Path) -> dict[str, float]:
-    """Held-out means of the best checkpoint; empty if there is none, or they were lost."""
+    """Return the held-out means of the best checkpoint; empty if there are none, or unreadable."""
     with suppress(FileFormatError):
         return read_document(series / BEST / _EVALUATION, _SCHEMA, _EvaluationFile).metrics
     return {}
 
 
 def is_unused(folder: Path) -> bool:
-    """True if a folder holds nothing but unfinished checkpoints of killed runs."""
+    """Return True if a folder holds nothing but unfinished checkpoints of killed runs."""
     return folder.is_dir() and all(is_partial(path) for path in folder.iterdir())

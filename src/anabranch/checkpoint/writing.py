@@ -1,4 +1,4 @@
-"""One checkpoint, written by all ranks into a folder that gets its name in the end.
+"""Writing of a checkpoint by all ranks, into a folder that gets its name in the end.
 
 ::
 
@@ -6,7 +6,7 @@
     others                                      write_part
 
 A process that is killed leaves a ``.partial`` folder behind, which the next checkpoint in the same
-place removes: the first rank of a run that still writes holds a lock on its own.
+place removes. In a run that still writes, the first rank holds a lock on its folder.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class RankPart:
     """Part of a checkpoint that one rank saves.
 
     Attributes:
-        tensors: keys as in the manifest.
-        description: ``Description`` as JSON, as it was when the part was made.
+        tensors: key as in the manifest -> tensor.
+        description: ``Description`` as JSON, as of the time when the part was made.
 
     Args:
-        rest: fields of ``Description``: of the optimizer those of the names that the rank owns;
+        rest: fields of ``Description``: ``optimizer`` for the parameters that the rank owns;
             ``aliases``, ``transient`` and ``pretrained`` from the first rank only.
 
     Raises:
-        TrainingError: if something cannot be kept as JSON, or in a safetensors file.
+        TrainingError: if the state has values that neither JSON nor a safetensors file can hold.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], **rest: Any) -> None:
@@ -78,7 +78,7 @@ class RankPart:
 
     @property
     def listed(self) -> dict[str, list[Any]]:
-        """Key -> shape and name of the type, of each tensor."""
+        """Key -> [shape, name of the type] of each tensor."""
         return {key: [list(t.shape), dtype_name(t.dtype)] for key, t in self.tensors.items()}
 
 
@@ -87,8 +87,8 @@ class Target:
     """Place of a checkpoint that is being written.
 
     Attributes:
-        folder: its final name.
-        id: in every file; the same on all ranks.
+        folder: its final path.
+        id: id of the checkpoint, in every file; the same on all ranks.
     """
 
     folder: Path
@@ -102,16 +102,16 @@ class Target:
         return self.folder.with_name(f".{self.folder.name}.{self.id}.partial")
 
     def file(self, rank: int) -> Path:
-        """The tensors of one rank."""
+        """Return the file of one rank's tensors."""
         return self.partial / f"rank-{rank}.safetensors"
 
     def description(self, rank: int) -> Path:
-        """Description of one rank's part, written when its tensors are on the disk."""
+        """Return the file that describes one rank's part, written when its tensors are on disk."""
         return self.partial / f"rank-{rank}.json"
 
 
 def begin(target: Target) -> int:
-    """Make the new folder, on one rank; a descriptor that locks it, for ``finish`` or ``abandon``.
+    """Make the new folder, on one rank; return its lock for ``finish`` or ``abandon``.
 
     Raises:
         TrainingError: if the final name exists, or the folder cannot be made.
@@ -126,7 +126,7 @@ def begin(target: Target) -> int:
         tidy(folder.parent)
         while True:
             partial.mkdir()
-            # Another run may tidy up before the lock is there.
+            # Another run may remove the folder before it is locked.
             if (lock := _lock(partial)) is not None:
                 return lock
     except OSError as error:
@@ -134,7 +134,7 @@ def begin(target: Target) -> int:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what runs that were killed have left half-written in a folder."""
+    """Remove half-written checkpoints of killed runs from a folder."""
     for partial in parent.iterdir():
         if not is_partial(partial):
             continue
@@ -145,7 +145,7 @@ def tidy(parent: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """True for the folder of a checkpoint that was begun, or is being removed."""
+    """Return True for the folder of a checkpoint that was begun, or is being removed."""
     return _PARTIAL.match(path.name) is not None and path.is_dir()
 
 
@@ -187,7 +187,7 @@ def _unlock(lock: int) -> None:
 
 
 def write_part(target: Target, rank: int, part: RankPart) -> None:
-    """Write what one rank owns; raises TrainingError if it cannot be stored."""
+    """Write one rank's part; raises TrainingError if it cannot be stored."""
     file = target.file(rank)
     tensors = {key: _plain(tensor) for key, tensor in part.tensors.items()}
     where = {
@@ -212,7 +212,7 @@ def write_part(target: Target, rank: int, part: RankPart) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file with a new file's permissions; the library's are its owner's."""
+    """Write a safetensors file with the usual permissions; the library's allow only its owner."""
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata)
@@ -248,7 +248,7 @@ def finish(target: Target, lock: int) -> None:
 
 
 def abandon(target: Target, lock: int) -> None:
-    """Remove what was written so far; a rank that still writes finds the folder gone."""
+    """Remove an unfinished checkpoint; a rank that still writes finds the folder gone."""
     remove(target.partial)
     _unlock(lock)
 
@@ -289,7 +289,7 @@ def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def _merged(groups: Sequence[Group]) -> list[Group]:
-    """Groups of several ranks that have the same options become one."""
+    """Merge groups of several ranks that have the same options."""
     merged: list[Group] = []
     for group in groups:
         twin = next((m for m in merged if m.options == group.options), None)
@@ -301,14 +301,14 @@ def _merged(groups: Sequence[Group]) -> list[Group]:
 
 
 def _in_json(value: Any) -> Any:
-    """Numbers of a tensor, such as a learning rate."""
+    """Return the numbers of a tensor, such as a learning rate, for JSON."""
     if isinstance(value, Tensor):
         return value.tolist()
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Contiguous, on the host, with a storage of its own."""
+    """Return a tensor contiguous, on the host, with a storage of its own."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()

@@ -1,7 +1,7 @@
 """Prices of stages: seconds of compute, of transfers and all-reduces, and memory of a device.
 
-Each formula stands once and takes numbers or NumPy arrays of them, so planners and simulator agree
-to the last bit. All is in seconds, bytes and samples. A stage on d replicas with micro-batches of b
+Each formula stands once and takes numbers or NumPy arrays, so planners and simulator agree to the
+last bit. Units are seconds, bytes and samples. A stage on d replicas with micro-batches of b
 samples has n = ceil(b / d) samples on its fullest replica:
 
     forward    sum over operators of forward_s(n)           (linear between measured sample counts)
@@ -9,13 +9,13 @@ samples has n = ceil(b / d) samples on its fullest replica:
     transfer   latency + bytes / bandwidth                  of the slowest link on the way
     allreduce  2 (d-1)/d * bytes / bandwidth + 2 ceil(log2 d) * latency     (per bucket)
     memory     parameters + trainable parameters * (versions + optimizer)
-               + in flight * n * kept bytes + what enters, for as long as it is held
+               + in flight * n * kept bytes + values that enter, while they are held
     update     fixed + per parameter + per byte of them
     overheads  of messages at both ends, of passes and of steps, where a cluster was calibrated
 
-``model`` knows one profile on one cluster. ``stage_weights`` has bytes of stages whatever the
-micro-batch, ``nested_weights`` those of all stages between nested sets of operators. ``memory``,
-``communication`` and ``overheads`` have the formulas.
+``model`` prices one profile on one cluster. ``stage_weights`` has the bytes of a stage that do not
+depend on the micro-batch, ``nested_weights`` has them for all stages between nested sets of
+operators. ``memory``, ``communication`` and ``overheads`` have the formulas.
 """
 
 from anabranch.cost.model import CostModel

@@ -13,8 +13,8 @@ from anabranch.cost.stage_weights import Number
 
 
 class Route(NamedTuple):
-    """The way from one device to another: seconds per byte, of latency, and ports on the way, which
-    are those of ``Cluster.port``.
+    """The way from one device to another: seconds per byte and of latency, and the ports on the
+    way, as ``Cluster.ports`` numbers them.
     """
 
     per_byte_s: float
@@ -23,7 +23,7 @@ class Route(NamedTuple):
 
 
 def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
-    """Seconds until bytes are there; none for no bytes."""
+    """Return the seconds until bytes have arrived; 0 for no bytes."""
     return nbytes * per_byte_s + (nbytes > 0) * latency_s
 
 
@@ -32,15 +32,15 @@ def all_reduce_price(
 ) -> tuple[float, float]:
     """Seconds per byte and of latency of all-reduces of one message, for ``transfer_s``.
 
-    Each rank sends what it sends in a ring, in as many steps as two binary trees take (Sanders,
+    Each rank sends as many bytes as in a ring, in as many steps as two binary trees take (Sanders,
     Speck and Traff, *Two-tree algorithms for full bandwidth broadcast, reduction and scan*, 2009),
-    which NCCL has for many ranks. The steps of a ring, ``2 (ranks - 1)``, would be most of the time
+    as NCCL does for many ranks. The steps of a ring, ``2 (ranks - 1)``, would be most of the time
     from some hundred ranks on. Gloo has a ring alone.
 
     Args:
         bandwidth: of the slowest link among the ranks, see ``Cluster.ring``, as for the latency.
-        ranks: how many sum their gradients.
-        updates: how often.
+        ranks: number of ranks that sum their gradients.
+        updates: number of all-reduces of the gradients.
     """
     steps = 2 * math.ceil(math.log2(ranks))
     return 2 * (ranks - 1) / ranks / bandwidth * updates, steps * latency_s * updates
@@ -52,10 +52,10 @@ def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Numbe
 
 
 def border_price(cluster: Cluster, devices: int) -> float:
-    """Seconds per byte that each of so many devices of a stage pays for what crosses its border.
+    """Return the seconds that each of ``devices`` of a stage pays per byte that crosses its border.
 
-    From level 1 on the devices of a group share its network cards. All is taken to leave the node,
-    unless the whole cluster is one.
+    From level 1 on the devices of a group share its network cards. All bytes are taken to leave the
+    node, unless the whole cluster is one node.
     """
     worst = 1 / cluster.levels[0].bandwidth
     for level in range(1, len(cluster.levels)):

@@ -2,27 +2,27 @@
 
     n        samples on the fullest replica: micro-batch size / replicas, rounded up
     fixed    parameters + trainable * (versions + optimizer factor)
-               of the optimizer factor, where replicas share its state, the part of one of them
-             + entering + gradients of what leaves      received ahead
+               the optimizer factor of one replica's part, where replicas share its state
+             + entering + gradients of leaving values   received ahead
              - tables + rows / replicas     where gradients of tables are the rows of a batch
-             + a pass                       besides what is kept (``StagePasses``)
+             + a pass                       besides kept bytes (``StagePasses``)
              + kept * n + kept fixed        with recomputation: the inside of one micro-batch
-    flight   entering + kept * n            without; with recomputation only what entered
+    flight   entering + kept * n            without recomputation; with it only ``entering``
              + kept fixed                   whatever the samples, such as casts of weights
-    sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more:
-             what has been added up on the way to its own, and the next one; on the first two
-             replicas, whose own are among the first terms, one. Of rows those of all replicas, and
-             what they add up to
-    update   temporaries of the optimizer, when nothing is in flight and all is summed: a share of
-             what is updated, and of its largest parameter, as measured with the profile
-    peak     fixed + in flight * flight     or, if that is more, with the sums or the update instead
-             of a backward; where that is split, see ``simulator.stage_costs.FlightBytes``
+    sums     terms of other replicas while a bucket of gradients is summed, with nothing in flight:
+             the sum so far, and the next term; one of these on the first two replicas, whose own
+             gradients are among the first terms. Of gradients by rows: the rows of all replicas,
+             and their sums
+    update   temporaries of the optimizer, with nothing in flight and all gradients summed: a share
+             of the updated bytes, and one of the largest parameter, as measured with the profile
+    peak     fixed + in flight * flight     or resident + sums, or resident + update, if that is
+             more; for split backwards see ``simulator.stage_costs.FlightBytes``
 
-The versions of the trainable weights include the current one, whose place on top is taken by the
-gradients, which lie in the buckets of their all-reduce. What enters is held until the backward;
-a receive of each kind is posted ahead. Without a measurement the optimizer is taken to update in
-place, as the fused ones do; others need some more (``torch.optim`` with ``foreach``: as much as the
-trainable parameters), mostly less than what is in flight before.
+The versions of the trainable weights include the current one. Parameters count it already, so its
+place in the sum stands for the gradients, which lie in the buckets of their all-reduce. Entering
+values are held until the backward; a receive of each kind is posted ahead. Without a measurement
+the optimizer is taken to update in place, as fused ones do; others need some more (``torch.optim``
+with ``foreach``: as much as the trainable parameters), mostly less than was in flight before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.stage_weights import Number
 
 MOST_TERMS = 2
-"""Terms of other replicas that are at hand while a bucket is summed, on the fullest one."""
+"""Terms of other replicas in memory while a bucket is summed, on the fullest replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class DeviceMemory:
     """Bytes on a device of a stage; numbers, or arrays with an entry per stage.
 
     Attributes:
-        resident: whatever is in flight.
-        flight: of each micro-batch between its forward and its backward.
-        backward: on top during a backward.
-        sums: on top while gradients are summed, or in the update if that takes more, with nothing
-            in flight.
+        resident: bytes that are there whatever is in flight.
+        flight: bytes of each micro-batch between its forward and its backward.
+        backward: bytes on top during a backward.
+        sums: bytes on top of ``resident``, with nothing in flight, while gradients are summed, or
+            in the update if that takes more.
     """
 
     resident: Number
@@ -63,17 +63,17 @@ class DeviceMemory:
 
     @property
     def at_the_end(self) -> Number:
-        """Bytes while gradients are summed."""
+        """Bytes while gradients are summed or updated."""
         return self.resident + self.sums
 
     def peak(self, in_flight: Number) -> Number:
-        """Most bytes with so many micro-batches in flight."""
+        """Return the most bytes with a number of micro-batches in flight."""
         return np.maximum(self.fixed + in_flight * self.flight, self.at_the_end)
 
     def most_in_flight(self, capacity: Number, num_microbatches: Number) -> Number:
-        """Micro-batches that fit into so many bytes: 0 if none, ``num_microbatches`` at most."""
+        """Return how many of ``num_microbatches`` fit into ``capacity`` bytes."""
         free = capacity - self.fixed
-        # Where a micro-batch takes nothing, all of them fit or none.
+        # Where a micro-batch takes no memory, all micro-batches fit or none.
         share = free / np.where(self.flight > 0, self.flight, 1.0)
         count = np.where(self.flight > 0, share, (free >= 0) * num_microbatches)
         count = np.where(self.at_the_end <= capacity, count, 0)
@@ -99,15 +99,16 @@ def memory_terms(
     all_temporary: float = 0.0,
     largest_temporary: float = 0.0,
 ) -> tuple[Number, Number, Number, Number]:
-    """The fields of ``DeviceMemory``, of plain numbers; planners also compile it.
+    """Return the fields of ``DeviceMemory``, from plain numbers; planners also compile it.
 
     Args:
         updated: trainable bytes that a replica updates.
         largest_gradient: bytes of the largest gradient of one parameter.
-        entering: bytes of a micro-batch, and so is what is ``returning`` and ``kept``.
+        entering: bytes of a micro-batch, as are those ``kept`` and those of ``returning``
+            gradients.
         passing: bytes of a pass besides.
-        terms: of other replicas that are at hand while a bucket is summed; 0 for a single replica.
-        all_temporary: see ``UpdateCost``, and so for ``largest_temporary``.
+        terms: terms of other replicas in memory while a bucket is summed; 0 for a single replica.
+        all_temporary: see ``UpdateCost``, as for ``largest_temporary``.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
     inside = kept * recompute
@@ -118,7 +119,7 @@ def memory_terms(
         entering + (kept - inside),
         inside + passing,
         np.maximum(
-            # Rows of all replicas as they came, and their sums.
+            # Rows as they came from all replicas, and their sums.
             np.maximum(bucket * terms, rows * 2 * (terms > 0)),
             (dense + rows / replicas) * all_temporary
             + np.minimum(updated, largest_gradient) * largest_temporary,
@@ -127,14 +128,18 @@ def memory_terms(
 
 
 def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list[tuple[int, int]]]:
-    """The replicas that update each parameter where they share the optimizer's state, and how many
-    of its bytes, from its first rows to its last: the largest parameters first, each to the replica
-    that has fewest bytes (Graham 1969, LPT), the small ones to that with fewest parameters. One
-    that does not fit into the equal part of a replica is cut (McNaughton 1959).
+    """Deal parameters to replicas that share the optimizer's state.
+
+    The largest come first, each to the replica that has fewest bytes (Graham 1969, LPT), small ones
+    to that with fewest parameters. A parameter that does not fit into the equal part of a replica
+    is cut (McNaughton 1959).
 
     Args:
-        nbytes: of the parameters, in one order on all ranks.
-        cut: whether the optimizer updates each element by itself, so that parts will do.
+        nbytes: bytes of each parameter, in the same order on all ranks.
+        cut: whether the optimizer updates each element by itself, so that parameters may be cut.
+
+    Returns:
+        Per parameter, (replica, bytes that it updates), from the first rows to the last.
     """
     held, left = np.zeros((2, replicas)), sum(nbytes)
     dealt: list[list[tuple[int, int]]] = [[] for _ in nbytes]
@@ -158,14 +163,14 @@ class Dealing:
     """Tuned numbers of how parameters are dealt to replicas that share the optimizer's state.
 
     Attributes:
-        small: share of a replica's part that the smallest parameters have together, mostly
-            biases, of which all replicas update as many: each takes some microseconds,
-            whatever its size. Without, one of two has 110 of the 143 parameters of
-            ``glyphs`` (small), with it 72, and 1 % more bytes than half.
-        above: share of its equal part that a replica may have above it before a parameter
-            is cut: a piece is a message more, and a parameter that is cut another one. Of
-            the built-in models (small) on 2, 4, 8 and 16 replicas .05 cuts something in 17
-            cases of 32, .1 in 12; the fullest has up to 1.06 and 1.11 parts.
+        small: the smallest parameters, mostly biases, that together have this share of an equal
+            part are dealt by number, because each takes some microseconds whatever its size.
+            Otherwise one of two replicas has 110 of the 143 parameters of ``glyphs`` (small); so
+            it has 72, and 1 % more bytes than half.
+        above: share of its equal part by which a replica may exceed it before a parameter is cut:
+            each piece is a message more. Of the built-in models (small) on 2, 4, 8 and 16 replicas
+            .05 cuts something in 17 cases of 32, .1 in 12; the fullest replica has up to 1.06 and
+            1.11 parts.
     """
 
     small: float = 0.02

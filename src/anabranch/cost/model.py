@@ -1,8 +1,8 @@
 """CostModel: the prices of one profiled model on one cluster. The package states the formulas.
 
-Seconds of operators are multiples of one power of two, so small that the rounding is some 2^-52 of
-their sum, and so large that the sum of all has less than 53 bits. So float64 adds them without
-rounding, and sums in whatever order agree to the last bit.
+Seconds of operators are rounded to multiples of one power of two. It is so small that the rounding
+is some 2^-52 of their sum, and so large that the sum of all has less than 53 bits. So float64 adds
+them without rounding, and sums in any order agree to the last bit.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class CostModel:
         cluster: links and memory.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with
             momentum 1).
-        updates: of the weights in one batch, each with its all-reduce; more than 1 where a planner
-            is asked for a row of mini-batches without a flush.
+        updates: number of updates of the weights in one batch, each with its all-reduce; more than
+            1 where a planner is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
             and in the seconds of the simulator, not in planners' own estimates.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
-        batch_size: samples of a step, for the rows of these; 0 where nobody asks.
+        batch_size: samples of a step, for the rows of sparse gradients; 0 where nobody asks.
     """
 
     profile: Profile
@@ -68,7 +68,7 @@ class CostModel:
     def op_seconds(self, samples: float) -> tuple[Floats, Floats]:
         """Forward and backward seconds of every operator for this many samples on one device.
 
-        Sums of any of them, of the forward twice, are exact in any order.
+        Sums are exact in any order, also with every forward twice.
 
         Raises:
             ProfileError: outside the measured range.
@@ -112,15 +112,15 @@ class CostModel:
 
     @remembered
     def weight_s(self, mask: int, samples: float) -> float:
-        """Seconds of the backward of a set of operators that can wait until gradients of its inputs
-        are sent; 0 for no samples.
+        """Seconds of a set's backward that can wait until the gradients of its inputs are sent; 0
+        for no samples.
         """
         return float(self.op_weight_s(samples)[self._waiting(mask)].sum()) if samples else 0.0
 
     @remembered
     def split_passes(self, mask: int) -> tuple[StagePasses, float]:
-        """Bytes that a pass takes besides what operators keep where the backward is split: what
-        they keep stays, and gradients are added that wait; and bytes per sample of these.
+        """Bytes of a split backward besides kept bytes, and bytes per sample of gradients that wait
+        for those of weights: in the first half kept bytes stay, and waiting ones are added.
         """
         ops, waiting = list(bits(mask)), set(self._waiting(mask))
         costs = self.profile.costs
@@ -129,8 +129,8 @@ class CostModel:
         return StagePasses.of(*own, -held, np.zeros(len(ops))), float(held.sum())
 
     def _waiting(self, mask: int) -> list[int]:
-        """Operators of a set whose gradients of weights can wait: those are computed on the way to
-        its inputs, and by a single one of them.
+        """Operators of a set whose gradients of weights can wait: operators on the way back to its
+        inputs, whose parameters no other operator of the set reads.
         """
         waiting = self.graph.way_back(mask)
         for readers, _ in self.tied:
@@ -140,8 +140,8 @@ class CostModel:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """Cache of what others compute from these prices, under keys of their own; cost
-        models of one profile that have the same settings share it.
+        """Cache for results that other modules compute from these prices, under their own keys.
+        Cost models of one profile with the same settings share it.
         """
         settings = (getattr(self, field.name) for field in fields(self))
         return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
@@ -153,16 +153,16 @@ class CostModel:
 
     @cached_property
     def kept_fixed_bytes(self) -> Floats:
-        """Bytes that each operator keeps besides, whatever the number of samples."""
+        """Bytes that each operator keeps whatever the number of samples."""
         return np.array([cost.kept_fixed_bytes for cost in self.profile.costs], dtype=np.float64)
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """Per value, the bit mask of the operators that read it."""
+        """Bit mask of the operators that read each value."""
         return tuple(sum(1 << consumer for consumer in v.consumers) for v in self.graph.values)
 
     def message_bytes(self, values: Sequence[int], samples: float) -> tuple[float, float]:
-        """Bytes of these values for this many samples, and of their gradients."""
+        """Return the bytes of these values for this many samples, and of their gradients."""
         sizes = [(self.graph.values[i].size(samples), self.graph.values[i].grad) for i in values]
         return sum(size for size, _ in sizes), sum(size for size, grad in sizes if grad)
 
@@ -174,7 +174,7 @@ class CostModel:
 
     @remembered
     def border_price(self, devices: int) -> float:
-        """Seconds per byte that each of so many devices of a stage pays for its border."""
+        """Seconds that each device of a stage pays per byte that crosses its border."""
         return border_price(self.cluster, devices)
 
     def all_reduce_price(self, devices: Sequence[int]) -> tuple[float, float]:
@@ -182,16 +182,16 @@ class CostModel:
         return self.ring_price(self.cluster.ring(devices), len(devices))
 
     def least_all_reduce_price(self, ranks: int, level: int) -> tuple[float, float]:
-        """The same over so many devices that meet at a level, wherever they are."""
+        """Lower bound of ``all_reduce_price`` over ``ranks`` devices that meet at a level."""
         return self.ring_price(self.cluster.fastest_ring(ranks, level), ranks)
 
     def ring_price(self, link: Link, ranks: int) -> tuple[float, float]:
-        """The same over so many ranks with this slowest link among them."""
+        """Return the ``all_reduce_price`` over ``ranks`` ranks whose slowest link is ``link``."""
         return all_reduce_price(link.bandwidth, link.latency_s, ranks, self.updates)
 
     def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
-        """Seconds of an all-reduce over these devices in ascending order, on the slowest link among
-        them, as often as the weights are updated.
+        """Return the seconds of the all-reduces of a batch over ascending devices, one per update,
+        on the slowest link among them.
         """
         return float(all_reduce_s(nbytes, *self.all_reduce_price(devices)))
 
@@ -218,8 +218,8 @@ class CostModel:
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        """Bytes of the gradients in a whole batch that are rows, and fewer than the whole gradient
-        whose ring takes as long, by parameter.
+        """Parameter -> bytes of its rows in a whole batch, where their exchange takes less than a
+        ring of the whole gradient.
         """
         tables = [(p, p.table) for p in self.graph.parameters if self.has_rows(p)]
         rows = {p: sparse.message_bytes(table, self.batch_size) for p, table in tables if table}
@@ -227,7 +227,7 @@ class CostModel:
 
     @cached_property
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
-        """Parameters that several operators read, with the bit masks of these."""
+        """Parameters that several operators read, each behind the bit mask of its readers."""
         return tuple(
             (mask, self.parameters[name])
             for name, mask in self.graph.readers.items()
@@ -241,7 +241,7 @@ class CostModel:
 
     @cached_property
     def own_parameter_bytes(self) -> Held[Floats]:
-        """Per operator, bytes of the parameters that it alone reads."""
+        """Bytes of the parameters that each operator alone reads."""
         own = Held(*(np.zeros(len(self.graph)) for _ in Held._fields))
         for name, mask in self.graph.readers.items():
             if not mask & (mask - 1):
@@ -259,7 +259,7 @@ class CostModel:
 
     @cached_property
     def largest_gradients(self) -> Floats:
-        """Per operator, bytes of the largest gradient of a parameter that it reads."""
+        """Bytes of the largest gradient of a parameter that each operator reads."""
         largest = np.zeros(len(self.graph))
         for i, op in enumerate(self.graph.ops):
             read = [self.parameters[name] for name in op.parameters]
@@ -269,7 +269,7 @@ class CostModel:
 
     @cached_property
     def working_bytes(self) -> Floats:
-        """Bytes that a pass of each operator takes besides, per sample."""
+        """Bytes per sample that a pass of each operator takes besides kept bytes."""
         return np.array([cost.working_bytes for cost in self.profile.costs], dtype=np.float64)
 
     def border(self, mask: int) -> Border:
@@ -315,8 +315,8 @@ class CostModel:
         """Bytes on each device of a stage, or of many stages at once; see ``cost.memory``.
 
         Args:
-            updated: trainable bytes that a replica updates, where that is known better.
-            terms: of other replicas that are at hand at most, by default those of the fullest.
+            updated: trainable bytes that a replica updates; by default an equal part.
+            terms: most terms of other replicas in memory, by default those of the fullest replica.
         """
         samples, held = -(-microbatch_size // replicas), weights.held
         if updated is None:
@@ -344,7 +344,7 @@ class CostModel:
         )
 
     def updated_bytes(self, mask: int, replicas: int) -> tuple[float, ...]:
-        """Bytes of a stage's trainable parameters that each of its replicas updates; those that it
+        """Bytes of a stage's trainable parameters that each replica updates; parameters that it
         shares with other stages count as its own.
         """
         if replicas == 1 or not self.shard_optimizer:
@@ -353,8 +353,8 @@ class CostModel:
 
     @remembered
     def dealt(self, mask: int, replicas: int) -> list[dict[str, int]]:
-        """Bytes of a stage's trainable parameters by the replica that updates them, where replicas
-        share the optimizer's state.
+        """Per replica, parameter -> bytes of it that the replica updates, where replicas share the
+        optimizer's state.
         """
         readers, dealt = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
@@ -379,7 +379,7 @@ class CostModel:
         Args:
             microbatch_size: samples of one micro-batch, over all replicas.
             in_flight: micro-batches between their forward and their backward.
-            versions: of the trainable weights, that the policy keeps; the gradients come on top.
+            versions: versions of the trainable weights; gradients come on top.
         """
         mask = sum(1 << op for op in set(ops))
         held = self.memory(
@@ -394,7 +394,7 @@ class CostModel:
 
 
 def _on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
-    """Seconds rounded so that sums of them, of the forward twice, are exact."""
+    """Round seconds so that sums of them are exact, also with every forward twice."""
     exponent = math.frexp(2 * float(forward.sum()) + float(backward.sum()))[1]
     unit = max(math.ldexp(1.0, exponent - 52), math.ulp(0.0))
     return np.rint(forward / unit) * unit, np.rint(backward / unit) * unit

@@ -1,20 +1,20 @@
 """Bytes and seconds of all stages between nested sets of operators.
 
-A stage is what one set has beyond a smaller one inside it::
+A stage is the difference between a set and a smaller set inside it::
 
     lower = {a, b1}    upper = {a, b1, b2, c1}    stage = {b2, c1}
 
-What adds up over operators is the difference of two sums, one per set. For the rest it matters who
-is still to come after a set:
+Figures that add up over operators are differences of two sums, one per set. Other figures depend on
+the readers that come after a set:
 
     enters    a value made in lower, with fewer readers to come after upper than after lower
     leaves    a value made in upper, not in lower, with readers to come after upper
     is held   a tied parameter that enters, as if it had been made before all
 
-What operators outside all sets make is there before the first set, and they read after the last.
+Values of operators outside all sets are taken as made before the first set, and these operators
+read after the last.
 
-The pairs are listed, and what crosses the borders of those of one ``lower`` is a product of
-matrices.
+Pairs of sets are listed; the traffic of all pairs with the same ``lower`` is a product of matrices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 
 _ROWS = 4096
-"""Sets whose sums are taken at once."""
+"""Number of sets whose sums are taken at once."""
 
 _KINDS = 4
 """Columns of bytes: per sample and fixed, of values and of their gradients."""
@@ -54,11 +54,11 @@ class Pairs:
         return len(self.lower)
 
     def __getitem__(self, keep: NDArray[Any] | slice) -> Pairs:
-        """Pairs that a mask, ascending indices or a slice name."""
+        """Pairs at a mask, ascending indices or a slice."""
         return Pairs(self.lower[keep], self.upper[keep])
 
     def difference(self, per_set: Floats) -> Floats:
-        """Sums of the stages, from a sum per set."""
+        """Return a sum per stage, from a sum per set."""
         return np.asarray(per_set[self.upper] - per_set[self.lower])
 
 
@@ -66,7 +66,7 @@ class NestedSets:
     """Sets of operators and the stages between them.
 
     Args:
-        sets: bit masks, ascending by size, from the empty one to one that holds all others.
+        sets: bit masks, ascending by size, from the empty set to one that contains all others.
     """
 
     def __init__(self, cost: CostModel, sets: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class NestedSets:
 
     @staticmethod
     def row(cost: CostModel, parts: Sequence[int]) -> NestedSets:
-        """The first 0, 1, 2 .. of a row of parts, which may also lie side by side."""
+        """Return the unions of the first 0, 1, 2, ... parts; parts may also be parallel."""
         return NestedSets(cost, tuple(accumulate(parts, initial=0)))
 
     def __len__(self) -> int:
@@ -83,11 +83,11 @@ class NestedSets:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Operators that each set has beyond the one before, where each lies inside the next."""
+        """Operators that each set has beyond the set before; for chains only."""
         return tuple(after ^ before for before, after in pairwise(self.sets))
 
     def mask(self, lower: int, upper: int) -> int:
-        """Operators of a stage."""
+        """Return the bit mask of a stage between two sets."""
         return self.sets[upper] & ~self.sets[lower]
 
     @cached_property
@@ -102,27 +102,27 @@ class NestedSets:
         return self.sums(forward), self.sums(backward)
 
     def compute_s(self, samples: float, *, recompute: bool = False) -> Floats:
-        """Seconds of every set, the forward once more with recomputation."""
+        """Seconds of a forward and a backward of every set; with recomputation of two forwards."""
         forward, backward = self.seconds(samples)
         return forward * (1 + recompute) + backward
 
     @cached_property
     def kept_bytes(self) -> Floats:
-        """Bytes kept for the backward per sample by every set."""
+        """Bytes per sample that every set keeps for the backward."""
         return self.sums(self.cost.kept_bytes)
 
     @cached_property
     def kept_fixed_bytes(self) -> Floats:
-        """Bytes kept besides by every set, whatever the number of samples."""
+        """Bytes that every set keeps whatever the number of samples."""
         return self.sums(self.cost.kept_fixed_bytes)
 
     @cached_property
     def parameter_bytes(self) -> Held[Floats]:
-        """Bytes of the parameters of every set, but for tied ones."""
+        """Bytes of the parameters of every set, without tied ones."""
         return Held(*map(self.sums, self.cost.own_parameter_bytes))
 
     def sums(self, per_op: Floats) -> Floats:
-        """Per set, the sum over its operators of a figure per operator."""
+        """Sum a figure per operator over the operators of each set."""
         if self.is_chain:
             operators, starts = self._flat
             sums = np.zeros(len(self))
@@ -133,7 +133,7 @@ class NestedSets:
 
     @cached_property
     def _flat(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """All operators, part after part, and where each part begins."""
+        """All operators, part after part, and the start of each part."""
         members = [list(bits(part)) for part in self.parts]
         lengths = np.array([len(operators) for operators in members], dtype=np.intp)
         assert lengths.all(), "reduceat takes no empty parts"
@@ -142,7 +142,7 @@ class NestedSets:
 
     @cached_property
     def _members(self) -> NDArray[np.uint8]:
-        """Per set and operator, 1 if the set holds it."""
+        """1 where a set holds an operator: [set, operator]."""
         count = len(self.cost.graph)
         width = -(-count // 8)
         raw = b"".join(mask.to_bytes(width, "little") for mask in self.sets)
@@ -151,7 +151,7 @@ class NestedSets:
 
     @cached_property
     def nested(self) -> NDArray[np.bool_]:
-        """True where one set lies inside another and is not the same: [lower, upper]."""
+        """True where a set is a proper subset of another: [lower, upper]."""
         if self.is_chain:
             return np.triu(np.ones((len(self), len(self)), dtype=bool), 1)
         members = self._members.astype(np.float64)
@@ -160,18 +160,16 @@ class NestedSets:
 
     @remembered
     def stages(self, lowest: int | None = None) -> tuple[Pairs, StageWeights]:
-        """The stages between any two sets, or any of the ``lowest`` and another; their bytes."""
+        """Stages between any two sets, or only above the first ``lowest`` ones, and their bytes."""
         lower, upper = np.nonzero(self.nested[:lowest])
         pairs = Pairs(lower.astype(np.int32), upper.astype(np.int32))
         return pairs, self.between(pairs)
 
     @cached_property
     def matrices(self) -> StageWeights:
-        """Bytes of the stages between any two sets: [lower, upper]; none where the one is not
-        inside the other.
-        """
+        """Bytes of the stages between any two sets: [lower, upper]; 0 where not ``nested``."""
         lower, upper = np.nonzero(self.nested)
-        # The first pair is no stage, and stands wherever there is none.
+        # The first pair is an empty stage, which stands where sets are not nested.
         pairs = Pairs(*(np.concatenate([[0], at]).astype(np.int32) for at in (lower, upper)))
         place = np.zeros(self.nested.shape, dtype=np.intp)
         place[lower, upper] = np.arange(1, len(pairs))
@@ -184,10 +182,9 @@ class NestedSets:
         return self._fullest(pairs, own, cost.kept_bytes * samples + cost.kept_fixed_bytes)
 
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
-        """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
-
-        Of a row of sets in the model's order, or in any where nothing is kept, pass(i) is the most
-        of own + what is kept up to there, so far, less all that is kept up to i.
+        """Solve the recurrence of ``StagePasses`` for all pairs, by the bytes that each operator
+        takes itself and keeps. For a chain in the order of the model, or in any order where nothing
+        is kept, pass(i) is ``max over j <= i (own[j] + kept up to j) - kept up to i``.
         """
         if self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
             operators, starts = self._flat
@@ -208,7 +205,7 @@ class NestedSets:
         return fullest
 
     def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
-        """Bytes of the stages between some pairs of sets, whose border may be known."""
+        """Bytes of the stages between some pairs of sets; pass ``border`` if it is known."""
         held = Held(*map(pairs.difference, self.parameter_bytes))
         for (_, parameter), left in zip(self.cost.tied, self._tied_to_come.T, strict=True):
             used = left[pairs.lower] > left[pairs.upper]
@@ -225,7 +222,7 @@ class NestedSets:
 
     @cached_property
     def _tied_to_come(self) -> NDArray[np.int16]:
-        """Per set and tied parameter, how many operators that read it are to come."""
+        """Number of readers of each tied parameter outside each set: [set, parameter]."""
         return self._to_come([tuple(bits(users)) for users, _ in self.cost.tied])
 
     def border(self, pairs: Pairs) -> Border:
@@ -236,8 +233,8 @@ class NestedSets:
             live = np.flatnonzero(made[lower] & (left[lower] > 0))
             upper = pairs.upper[start:stop]
             after = left[upper[:, None], live]
-            # Of what is made before the stage and read later: what no operator of the stage reads,
-            # what some operator behind the stage reads.
+            # Of values made before the stage and read later: those that no operator of the stage
+            # reads, and those that some operator behind the stage reads.
             untouched = (after == left[lower, live]).astype(np.float64) @ nbytes[live]
             passed_on = (after > 0).astype(np.float64) @ nbytes[live]
             enter[:, start:stop] = (self.open_bytes[lower] - untouched).T
@@ -266,9 +263,9 @@ class NestedSets:
 
     @cached_property
     def open_bytes(self) -> Floats:
-        """Per set, bytes of the values that are made in it and read later.
+        """Bytes of the values that are made in each set and read later: [set, column].
 
-        Columns are bytes per sample, fixed bytes, and the same of gradients.
+        Columns are bytes per sample, fixed bytes, and the same for gradients.
         """
         made, left, nbytes = self._values
         rows = range(0, len(self), _ROWS)
@@ -278,7 +275,7 @@ class NestedSets:
 
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
-        """Per set and value whether it is made and how many readers are to come; its bytes."""
+        """Whether a set makes a value, readers outside it: [set, value]; bytes: [value, column]."""
         values = [
             value
             for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)
@@ -295,7 +292,7 @@ class NestedSets:
         return made, self._to_come([value.consumers for value in values]), nbytes
 
     def _to_come(self, readers: Sequence[Sequence[int]]) -> NDArray[np.int16]:
-        """Per set and some operators, none of them empty, how many of these are to come."""
+        """Number of readers in each group that are outside each set: [set, group]."""
         counts = np.array([len(ops) for ops in readers], dtype=np.int16)
         flat = [op for ops in readers for op in ops]
         starts = np.cumsum(counts, dtype=np.intp) - counts
@@ -311,7 +308,7 @@ class _PairPasses:
     pairs: Pairs
 
     def at(self, samples: Number) -> Floats:
-        """Bytes of the passes; of an array of counts one after the other."""
+        """Return the bytes of the passes; for an array of counts stacked: [count, pair]."""
         if np.ndim(samples) == 0:
             return self._at(float(samples))
         return np.stack([self._at(float(count)) for count in np.ravel(samples)])
@@ -332,6 +329,6 @@ def run_starts(ascending: Ints) -> NDArray[np.int64]:
 
 
 def _runs(ascending: Ints) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal entries: entry, start, stop."""
+    """Generate the runs of equal entries: (entry, start, stop)."""
     for start, stop in pairwise([*run_starts(ascending).tolist(), len(ascending)]):
         yield int(ascending[start]), start, stop

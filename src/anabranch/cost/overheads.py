@@ -1,23 +1,23 @@
-"""Seconds of a step that are neither compute of operators nor a link's.
+"""Seconds of a step besides compute of operators and time on links.
 
 ::
 
-    message      fixed, of the processors at both ends alike; none for no bytes
-    pass         fixed, of each forward and backward besides its operators
-    step         fixed, of each device
-    all-reduce   per byte and other rank + messages per bucket, of the processors
-    agreement    of loss and metrics: every rank sends its totals to all others and takes theirs
+    message      fixed, for the processor at each end; none for no bytes
+    pass         fixed, for each forward and backward besides its operators
+    step         fixed, for each device
+    all-reduce   per byte and other rank + messages per bucket, for each processor
+    agreement    on loss and metrics: every rank sends its totals to all others and takes theirs
     update       fixed + per tensor + per byte of a device's trainable parameters, as measured for
                  the workload's optimizer; otherwise bytes moved / bandwidth of the memory, where
                  weights and optimizer state are read and written and gradients read:
 
                      bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
 
-    reading      of a batch, by its samples, as measured for the workload's data
+    reading      of a batch, per sample, as measured for the workload's data
     slowdown     of devices that share processors and caches, by how many of them compute
 
-The links' time for messages and all-reduces is in ``communication``. A cluster without a
-calibration has none of these but updates and reading.
+``communication`` has the time of messages and all-reduces on links. Without a calibration a cluster
+has only updates and reading.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def all_reduce_work_s(
     """Processor seconds of a rank for the all-reduce of gradients.
 
     Args:
-        shares: whether the ranks share the optimizer's state, so that one of them adds a gradient.
+        shares: whether ranks share the optimizer's state; then one rank adds up each gradient.
     """
     added = (ranks - 1) / (ranks if shares else 1)
     messages_s = all_gather_work_s(calibration, ranks, buckets=buckets)
@@ -59,15 +59,15 @@ def all_reduce_work_s(
 
 
 def all_gather_work_s(calibration: Calibration, ranks: int, *, buckets: int) -> float:
-    """Processor seconds of a rank that sends the parameters it has updated to all others, and
-    takes theirs: one message per bucket each way.
+    """Processor seconds of a rank that sends its updated parameters to all others and receives
+    theirs: one message per bucket each way.
     """
     return 2 * (ranks - 1) * buckets * calibration.message_s
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
-    """Processor seconds of a rank that sends its totals to all others, which it takes again for
-    theirs, and the latency in between; nothing for a single rank.
+    """Processor seconds of a rank that sends its totals to all others, and the latency behind that;
+    receiving theirs takes as many seconds again. 0 for a single rank.
     """
     if cluster.calibration is None or ranks < 2:
         return 0.0, 0.0
@@ -76,8 +76,8 @@ def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:
-    """Price of updates on a device: as measured, from the device's data sheet, or by the bandwidth
-    that the cluster was calibrated with; nothing where none is known.
+    """Price of updates on a device: as measured, or else by the memory bandwidth of the device's
+    data sheet or of the cluster's calibration; 0 where neither is known.
     """
     if profile.update is not None:
         return profile.update
@@ -89,8 +89,8 @@ def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> 
 
 
 def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> float:
-    """Factor by which so many jobs take longer than one; with more than there are entries, the last
-    one times as many as they are more.
+    """Factor by which ``jobs`` jobs at once take longer than one. Beyond the measured counts it
+    grows in proportion to the jobs.
     """
     if jobs <= len(slowdown):
         return float(slowdown[jobs - 1])
@@ -98,8 +98,8 @@ def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> f
 
 
 def computed_at_once(cluster: Cluster) -> float:
-    """Number of devices that alone compute as much as all together at best, which may
-    be while some of them wait.
+    """Most work per second of all devices together, in devices that compute alone; some may wait
+    meanwhile.
     """
     if not cluster.slowdown:
         return cluster.num_devices

@@ -1,4 +1,4 @@
-"""Bytes of stages, whatever the micro-batch size: numbers for one stage, arrays for many."""
+"""Bytes of stages by which any micro-batch is priced: numbers for one stage, arrays for many."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Number = Any
 
 
 class PassBytes(Protocol):
-    """Bytes that a pass of a stage takes besides all that is kept, see ``StagePasses``."""
+    """Bytes that a pass of a stage takes besides kept bytes, see ``StagePasses``."""
 
     def at(self, samples: Number) -> Number:
-        """Bytes for this many samples; for an array of counts, with axes that broadcast."""
+        """Return the bytes for this many samples; an array of counts broadcasts."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Traffic:
     fixed: Number
 
     def at(self, samples: Number) -> Number:
-        """Bytes for this many samples; for an array of counts, with axes that broadcast."""
+        """Return the bytes for this many samples; an array of counts broadcasts."""
         scaled = self.per_sample * samples
         return scaled + self.fixed if self.has_fixed else scaled
 
@@ -51,10 +51,10 @@ class Border:
     """Traffic across the border of a stage; a value counts once in each direction.
 
     Attributes:
-        entering: values that are read and come from outside; the batch is at hand everywhere.
-        leaving: values that are made and read outside.
-        entering_gradients: of what leaves; they come back.
-        leaving_gradients: of what enters; they go back.
+        entering: values read inside and made outside; the batch is at hand everywhere.
+        leaving: values made inside and read outside.
+        entering_gradients: gradients of the leaving values, which come back.
+        leaving_gradients: gradients of the entering values, which go back.
     """
 
     entering: Traffic
@@ -64,12 +64,12 @@ class Border:
 
     @cached_property
     def comes(self) -> Traffic:
-        """All that comes in, values and gradients."""
+        """Values and gradients that come in."""
         return self.entering + self.entering_gradients
 
     @cached_property
     def goes(self) -> Traffic:
-        """All that goes out, values and gradients."""
+        """Values and gradients that go out."""
         return self.leaving + self.leaving_gradients
 
     def __getitem__(self, places: Any) -> Border:
@@ -83,12 +83,12 @@ class Border:
 
 
 def summed_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
-    """Bytes of gradients in a ring, or of one that takes as long as rows in place of tables."""
+    """Return the bytes of gradients in a ring; for rows, of a ring as long as their exchange."""
     return trainable - tables + rows / 2
 
 
 def touched_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
-    """Bytes of parameters that an update changes, at most: of tables the rows of a batch."""
+    """Return the most bytes of parameters that an update changes; of tables, rows of a batch."""
     return trainable - tables + np.minimum(tables, rows)
 
 
@@ -97,8 +97,13 @@ Bytes = TypeVar("Bytes")
 
 
 class Held(NamedTuple, Generic[Bytes]):
-    """Bytes of parameters: of all, of those that are trained, of trained tables whose gradients are
-    rows, and of the gradients of these, of a whole batch.
+    """Bytes of parameters.
+
+    Attributes:
+        parameters: bytes of all parameters.
+        trainable: bytes of trained parameters.
+        tables: bytes of trained tables whose gradients are rows.
+        rows: bytes of these gradients in a whole batch.
     """
 
     parameters: Bytes
@@ -108,7 +113,7 @@ class Held(NamedTuple, Generic[Bytes]):
 
     @property
     def summed(self) -> Bytes:
-        """Bytes of gradients, see ``summed_bytes``."""
+        """Bytes of gradients in a ring, see ``summed_bytes``."""
         summed: Bytes = summed_bytes(self.trainable, self.tables, self.rows)
         return summed
 
@@ -124,9 +129,9 @@ class StageWeights:
     Attributes:
         held: bytes of its parameters, each counted once.
         kept: bytes per sample that its operators keep for their backward.
-        border: what crosses its border.
+        border: traffic across its border.
         largest_gradient: bytes of the largest gradient of one parameter.
-        passes: what a pass of its operators takes besides.
+        passes: bytes that a pass of its operators takes besides kept bytes.
         kept_fixed: bytes that its operators keep besides ``kept``, whatever the number of samples.
     """
 
@@ -144,15 +149,15 @@ class StageWeights:
 
 
 def pass_behind(before: float, kept: float, own: float) -> float:
-    """pass(i), where pass(i - 1) is ``before``, and ``own`` is what operator i takes itself."""
+    """Return pass(i) of ``StagePasses``, from pass(i - 1) and bytes of operator i."""
     return max(before - kept, own)
 
 
 @dataclass(frozen=True, slots=True)
 class StagePasses:
-    """Bytes that a pass of one stage takes besides what its operators keep for their backwards.
+    """Bytes that a pass of one stage takes besides the bytes its operators keep for their backward.
 
-    Of operators i in the order of the model, on n samples::
+    For operators i in the order of the model, on n samples::
 
         k_i    bytes per sample that the operator keeps
         f_i    bytes that it keeps besides, whatever the number of samples
@@ -161,10 +166,10 @@ class StagePasses:
 
         pass(i) = max(pass(i - 1) - k_i n - f_i,  g_i + w_i n)
 
-    What operator i keeps is not there yet when those before it run their forwards, and no more when
-    they run their backwards. So an embedding's gradient, the last to be made, is as large as its
-    table, but lies where all that the other operators have kept lay before. The last pass(i) is
-    ``max(fixed + per_sample * n)`` over the operators.
+    Bytes that operator i keeps are not there yet when the operators before it run their forwards,
+    and are gone when these run their backwards. So an embedding's gradient, the last to be made, is
+    as large as its table, but takes the place of all that the other operators had kept. The last
+    pass(i) is ``max(fixed + per_sample * n)`` over the operators.
     """
 
     fixed: Floats
@@ -172,7 +177,7 @@ class StagePasses:
 
     @staticmethod
     def of(gradients: Floats, working: Floats, kept: Floats, kept_fixed: Floats) -> StagePasses:
-        """The recurrence for its operators, g_i, w_i, k_i and f_i."""
+        """Solve the recurrence for g_i, w_i, k_i and f_i of a stage's operators."""
         fixed, per_sample = (
             own - (nbytes.sum() - np.cumsum(nbytes))
             for own, nbytes in ((gradients, kept_fixed), (working, kept))
@@ -180,6 +185,6 @@ class StagePasses:
         return StagePasses(fixed, per_sample)
 
     def at(self, samples: Number) -> Number:
-        """Bytes for this many samples, or for each of an array of counts."""
+        """Return the bytes for this many samples, or for each count of an array."""
         lines = self.fixed + np.multiply.outer(samples, self.per_sample)
         return np.maximum(lines.max(axis=-1, initial=0.0), 0.0)

@@ -13,13 +13,13 @@ from anabranch.data.random_state import seeded
 
 
 class Columns:
-    """A data set by columns: a rank reads those alone that its own stages need.
+    """A data set by columns: a rank reads only the columns that its own stages need.
 
     Args:
-        columns: name -> values of all samples: a tensor, an array (also one that lies on disk, such
-            as ``numpy.load(..., mmap_mode="r")``), or a function of a 1-D tensor
-            of sample numbers that returns the tensor of their values.
-        length: number of samples; needed where all columns are functions.
+        columns: name -> values of all samples: a tensor, an array (also one on disk, such as
+            ``numpy.load(..., mmap_mode="r")``), or a function of a 1-D tensor of sample numbers
+            that returns the tensor of their values.
+        length: number of samples; needed if all columns are functions.
 
     Raises:
         ValueError: if there is no column, or they differ in length.
@@ -48,15 +48,15 @@ class Columns:
         return list(self._columns)
 
     def select_columns(self, names: Collection[str]) -> Columns:
-        """The same samples with some of the columns."""
+        """Return the same samples with some of the columns."""
         chosen = {name: column for name, column in self._columns.items() if name in names}
         return Columns(chosen, length=self._length)
 
     def gather(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """The batch of some samples."""
+        """Return the batch of some samples."""
         numbers = torch.as_tensor(samples)
-        # What a function draws must not depend on which other columns are read: every rank that
-        # reads it gets the same values.
+        # Random numbers of a function must not depend on the other columns that are read, so that
+        # every rank that reads a column has the same values.
         seed = int(torch.randint(2**62, ())) if any(map(callable, self._columns.values())) else 0
         return {name: _values(c, numbers, seed, name) for name, c in self._columns.items()}
 

@@ -5,10 +5,10 @@ matplotlib ships the font DejaVu Sans, and Python knows the Unicode name of ever
     [picture of é]  LATIN SMALL LETTER E WITH ACUTE
     [picture of ⇒]  RIGHTWARDS DOUBLE ARROW
 
-The task is to tell whether a name belongs to a picture, which neither shows alone. Half of the
-pairs are true, in the other half the name is another glyph's, drawn anew every epoch; so guessing
-is right half of the time. Whole glyphs are held out: neither their pictures nor their names occur
-in training, only their words and parts do.
+The task is to tell whether a name belongs to a picture, for which both are needed. Half of the
+pairs are true; in the other half the name is that of another glyph, drawn anew every epoch. So
+guessing is right half of the time. Whole glyphs are held out: neither their pictures nor their
+names occur in training, only words and parts of them do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GlyphSizes:
         held_out_every: one glyph in this many is held out.
         side: points per side of a picture.
         points: size of the type: the largest at which nearly every glyph fits.
-        baseline: of the height, so that accents and descenders both have room.
+        baseline: share of the height above the baseline; accents and descenders both have room.
         words: words of a name that are read; the longest name has 11.
         pieces: pieces of a word that are read.
     """
@@ -59,6 +59,7 @@ class Glyphs:
     Attributes:
         images: [glyphs, 32, 32], 0 to 1.
         pieces: [glyphs, words, pieces], row numbers of an embedding table; 0 is padding.
+        training: row numbers of glyphs for training; ``held_out`` of the others.
     """
 
     names: tuple[str, ...]
@@ -69,13 +70,13 @@ class Glyphs:
 
 
 def load_glyphs(buckets: int = 4096) -> Glyphs:
-    """The data set.
+    """Load the data set.
 
     Args:
-        buckets: rows of the embedding table that ``pieces`` point into.
+        buckets: rows of the embedding table of ``pieces``.
 
     Raises:
-        DataError: if matplotlib, which brings the font, is not installed.
+        DataError: if matplotlib, which has the font, is not installed.
         ValueError: for fewer than two buckets.
     """
     if buckets < 2:
@@ -100,7 +101,7 @@ def load_glyphs(buckets: int = 4096) -> Glyphs:
 
 @cache
 def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
-    """Names and pictures of named glyphs that are not blank, [glyphs, 32, 32] from 0 to 255."""
+    """Draw named glyphs that are not blank: names, and pictures [glyphs, 32, 32] of 0 to 255."""
     from matplotlib.ft2font import FT2Font
     from PIL import Image, ImageDraw, ImageFont
 
@@ -121,14 +122,14 @@ def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dty
 
 
 def name_pieces(name: str, buckets: int) -> list[tuple[int, ...]]:
-    """A name as words, each as the numbers of its pieces, padded with 0."""
+    """Return the words of a name, each as the numbers of its pieces, padded with 0."""
     words = [word_pieces(word, buckets) for word in name.split()[: SIZES.words]]
     return words + [(0,) * SIZES.pieces] * (SIZES.words - len(words))
 
 
 @cache
 def word_pieces(word: str, buckets: int) -> tuple[int, ...]:
-    """Numbers of the word itself and of its runs of three, two and one characters."""
+    """Return numbers for a word itself and for its runs of three, two and one characters."""
     bounded = f"<{word}>"
     runs = [bounded[i : i + n] for n in (3, 2, 1) for i in range(len(bounded) - n + 1)]
     distinct = dict.fromkeys([bounded, *(run for run in runs if run not in "<>")])
@@ -138,10 +139,10 @@ def word_pieces(word: str, buckets: int) -> tuple[int, ...]:
 
 
 def true_and_false_pairs(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every glyph (at least two) with its own name and with another glyph's, in random order.
+    """Pair every glyph (of at least two) with its own name and with another one, in random order.
 
     Returns:
-        [2 * rows, 3]: row of the picture, row of the name, whether they belong together.
+        [2 * rows, 3]: row of the picture, row of the name, 1 if they belong together.
     """
     count = len(rows)
     shift = torch.randint(1, count, (count,), generator=generator)

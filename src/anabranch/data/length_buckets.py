@@ -18,12 +18,12 @@ from anabranch.errors import DataError
 def pad_to_bucket(
     batch: Mapping[str, Tensor], lengths: Collection[int], fill: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """A batch whose sequences are padded to the least of some lengths that holds them.
+    """Pad the sequences of a batch to the shortest of some lengths that holds them.
 
     Args:
-        lengths: of the sequences in ``Workload.example`` and ``Workload.buckets``.
-        fill: name of each tensor with sequences in dimension 1 -> what it is padded with, such as
-            0 for a mask and -100 for labels; other tensors stay as they are.
+        lengths: lengths of the sequences in ``Workload.example`` and ``Workload.buckets``.
+        fill: name of each tensor with sequences in dimension 1 -> its padding, such as 0 for a mask
+            and -100 for labels; other tensors stay as they are.
 
     Raises:
         DataError: if a sequence is longer than all lengths.
@@ -34,14 +34,14 @@ def pad_to_bucket(
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """Lengths to which sequences are padded, and what with.
+    """Lengths to which sequences are padded, and the padding.
 
     Attributes:
-        lengths: of the sequences of each tensor, from the shortest bucket to the longest.
-        fill: name of such a tensor -> its padding.
-        most: buckets at most: each is captured once (seconds), and shortens the batches that fit.
-        looked_at: samples whose length is looked at, evenly spaced in a larger data set.
-        multiple: of which lengths are, but the longest.
+        lengths: {tensor: length} of each bucket, from the shortest to the longest.
+        fill: tensor -> its padding.
+        most: most buckets: each is captured once (seconds), and shortens the batches that fit.
+        looked_at: most samples whose length is read, evenly spaced in a larger data set.
+        multiple: divisor of all lengths except the longest.
     """
 
     lengths: tuple[Mapping[str, int], ...]
@@ -58,10 +58,10 @@ class LengthBuckets:
         batch_size: int,
         fill: Mapping[str, float],
     ) -> LengthBuckets | None:
-        """The quartiles of the longest sequence of a batch; None if all have one length.
+        """Return the quartiles of a batch's longest sequence; None if all samples have one length.
 
         Raises:
-            ValueError: if something else than what can be padded has several lengths.
+            ValueError: if a tensor that cannot be padded has several lengths.
         """
         sizes_seen: list[dict[str, int]] = []
         is_packed = False
@@ -114,7 +114,7 @@ class LengthBuckets:
         return LengthBuckets(lengths, {name: fill[name] for name in names})
 
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The batch in the first bucket that holds it; raises DataError if none does."""
+        """Pad a batch to the first bucket that holds it; DataError if none does."""
         for lengths in self.lengths:
             if all(batch[name].shape[1] <= length for name, length in lengths.items()):
                 return self._padded(batch, lengths)
@@ -125,7 +125,7 @@ class LengthBuckets:
         )
 
     def examples(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The same batch in every bucket, the longest first, cut where that is needed."""
+        """Return the same batch in every bucket, the longest first, cut where it is too long."""
         return [
             self._padded(
                 {n: t[:, : lengths[n]] if n in lengths else t for n, t in batch.items()}, lengths

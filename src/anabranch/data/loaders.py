@@ -6,10 +6,10 @@
     data set with an index                     shuffled by seed and epoch, batches of the plan
     any other loader                           its own batches, one after the other
 
-What is random in them (the order, augmentations) is drawn from a seed of the run, the epoch and the
-number of the batch, on every rank. So ranks read the same samples, and training that goes on in the
-middle of an epoch has the rest of it. With an index nothing is read for that; other loaders go on
-by their ``state_dict``, if they have one, or are read up to the position.
+Random numbers (for the order, for augmentations) depend on a seed of the run, the epoch and the
+number of the batch, on every rank. So ranks read the same samples, and training that is resumed in
+the middle of an epoch has the rest of it. With an index earlier batches need not be read for that;
+other loaders go on by their ``state_dict``, if they have one, or are read up to the position.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from anabranch.data.random_state import mixed, seeded
 from anabranch.errors import DataError
 
 TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name of a batch's tensor -> the shape of a sample, and the type."""
+"""Name of a batch's tensor -> (shape of a sample, type)."""
 
 NOT_PACKED = Rows()
 
 _SAMPLES: MutableMapping[Tensor, tuple[bytes, bool]] = WeakTensorKeyDictionary()
-"""Tensor of a batch that was read by columns -> digest of its samples, whether it has values."""
+"""Tensor of a batch that was read by columns -> (digest of its samples, whether it has values)."""
 
 
 def samples_digest(tensor: Tensor) -> bytes | None:
-    """Digest of the numbers of a tensor's samples; None where these are not known."""
+    """Return a digest of the numbers of a tensor's samples; None if they are not known."""
     entry = _SAMPLES.get(tensor)
     return None if entry is None else entry[0]
 
 
 def is_unread(tensor: Tensor) -> bool:
-    """True if a tensor of a batch stands for a column that was not read."""
+    """Return True if a tensor of a batch stands for a column that was not read."""
     entry = _SAMPLES.get(tensor)
     return entry is not None and not entry[1]
 
@@ -68,7 +68,7 @@ class Loader:
     Args:
         source: see ``loader_of``.
         shuffle: whether a data set without a sampler of its own is read in random order.
-        packing: where batches have their samples.
+        packing: position of the samples in the tensors of a batch.
     """
 
     def __init__(self, source: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> None:
@@ -89,14 +89,14 @@ class Loader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of its batches, where it decides that itself and says so."""
+        """Samples of a batch if the source decides that itself; None if not, or not known."""
         if self._is_indexed_set:
             return None
         size: int | None = getattr(self.source, "batch_size", None)
         return size
 
     def require_batch_size(self, batch_size: int) -> None:
-        """Raises DataError if the source makes batches of another size, or none of this one."""
+        """Raise DataError if the source makes batches of another size, or none of this size."""
         if self.batch_size not in (None, batch_size):
             raise DataError(
                 f"the {type(self.source).__name__} has batches of {self.batch_size} samples, and "
@@ -117,19 +117,19 @@ class Loader:
         return has_index and not isinstance(self.source, DataLoader | IterableDataset)
 
     def num_batches(self, batch_size: int) -> int | None:
-        """Batches of an epoch; None where the source does not say."""
+        """Return the batches of an epoch; None if the source does not say."""
         if self._is_indexed_set:
             return -(-len(self.source) // batch_size)
         if isinstance(self.source, DataLoader) and not isinstance(
             self.source.dataset, IterableDataset
         ):
-            # A sampler of the user's own may have no length, or one that is not written.
+            # A sampler of the user may have no length, or one that is not implemented.
             with suppress(TypeError, NotImplementedError):
                 return len(self.source)
         return None
 
     def is_short_of(self, batch_size: int) -> bool:
-        """True for a data set with fewer samples than a batch."""
+        """Return True for a data set with fewer samples than a batch."""
         return self._is_indexed_set and len(self.source) < batch_size
 
     @property
@@ -138,7 +138,7 @@ class Loader:
         return hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")
 
     def __call__(self, batch_size: int, epoch: int = 0) -> Iterator[Any]:
-        """The batches of an epoch, as ``Workload.data`` has them."""
+        """Generate the batches of an epoch, as ``Workload.data`` does."""
         return self.batches(batch_size, epoch)
 
     def batches(
@@ -152,16 +152,17 @@ class Loader:
         reads: Callable[[], Collection[str] | None] = lambda: None,
         types: TensorTypes | None = None,
     ) -> Iterator[Any]:
-        """The batches of an epoch from a position on.
+        """Generate the batches of an epoch from a position on.
 
         Args:
-            batch_size: of the plan.
+            batch_size: samples of a batch of the plan.
             start: batches to pass over.
-            seed: of the run.
-            state: what the source's ``state_dict`` gave at that position.
-            reads: asked before each batch for the names of its tensors that are needed here; None
-                for all. Where the source has such columns, the others are zeros without memory.
-            types: what these zeros have to be like.
+            seed: seed of the run.
+            state: ``state_dict`` of the source at that position.
+            reads: called before each batch, returns the names of the tensors that this rank needs;
+                None for all. If the tensors are columns of the source, those not needed are not
+                read: zeros stand for them, expanded from one number.
+            types: shapes and types of these zeros.
 
         Raises:
             DataError: if the source makes batches of another size, or has fewer than ``start``.
@@ -184,7 +185,7 @@ class Loader:
     def _order(
         self, batch_size: int, epoch: int, seed: int, start: int
     ) -> Iterator[Sequence[int]] | None:
-        """Sample numbers of every batch from one on; None where the source does not go by them."""
+        """Return the sample numbers of every batch from ``start`` on; None without an index."""
         source = self.source
         if isinstance(source, DataLoader):
             # Workers of the DataLoader read ahead by its own order.
@@ -234,7 +235,7 @@ class Loader:
                     batch = _fetched(dataset.select_columns(sorted(names)), samples, collate)
             if by_column and types is not None:
                 read = set(batch)
-                batch = {  # with zeros for what was not read, in the order of the example
+                batch = {  # with zeros for columns that were not read, in the order of the example
                     name: batch[name]
                     if name in read
                     else torch.zeros((), dtype=dtype).expand(len(samples), *shape)
@@ -260,15 +261,15 @@ class Loader:
 
 
 def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
-    """A function that yields batches: what is one already, or what becomes one.
+    """Return a function that yields batches, made of any kind of data.
 
     Args:
-        data: a function, or a ``DataLoader``, a data set with ``__len__`` and ``__getitem__``, an
-            ``IterableDataset``, all of samples; or any other iterable, of batches.
+        data: such a function; or a ``DataLoader``, a data set with ``__len__`` and ``__getitem__``,
+            or an ``IterableDataset``, all of samples; or any other iterable, of batches.
         shuffle, packing: see ``Loader``.
 
     Raises:
-        TypeError: if it is none of these, or a function of other arguments.
+        TypeError: if ``data`` is none of these, or a function of other arguments.
         ValueError: if its sampler deals samples out to replicas.
     """
     if data is None or isinstance(data, Loader):
@@ -302,7 +303,7 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
 
 
 def _with_wrapped(part: Any, *names: str) -> list[Any]:
-    """An object and what it and those that it wraps have under these names, each once."""
+    """Return an object and all objects that it wraps in attributes of these names, each once."""
     parts = [part]
     for outer in parts:
         for inner in (getattr(outer, name, None) for name in names):
@@ -312,11 +313,11 @@ def _with_wrapped(part: Any, *names: str) -> list[Any]:
 
 
 def _leave_workers_of_parent(loader: Any) -> None:
-    """Have a forked rank start workers of its own, where those of its parent are persistent."""
+    """Let a forked rank start its own workers if its parent has persistent ones."""
     iterator: Any = getattr(loader, "_iterator", None)
     if any(worker._parent_pid != os.getpid() for worker in getattr(iterator, "_workers", ())):
-        iterator._shutdown = True  # else it would end those of the parent
-        _of_parent.append(iterator)  # PyTorch knows it by its address, which no other may get
+        iterator._shutdown = True  # else it would end the workers of the parent
+        _of_parent.append(iterator)  # PyTorch knows it by its address, so it must not be freed
         loader._iterator = None
 
 
@@ -326,8 +327,8 @@ _of_parent: list[Any] = []
 def _drawn(
     items: Iterable[Any], seed: int, epoch: int, start: int, passed: int = 0
 ) -> Iterator[Any]:
-    """Items from ``start`` on of a sampler or a loader, which may draw them at any of its steps and
-    goes on after those that are ``passed``; raises DataError where there are fewer.
+    """Generate the items of a sampler or a loader from ``start`` on; DataError if it ends before.
+    It may draw random numbers at every item. Its first item is number ``passed``.
     """
     with seeded(seed, epoch, -1):
         iterator = iter(items)
@@ -351,7 +352,7 @@ def _fetched(dataset: Any, samples: Sequence[int], collate: Callable[[Any], Any]
 
 
 def _has_transform(dataset: Any) -> bool:
-    """True if a data set of Hugging Face makes its samples by a function of all columns."""
+    """Return True if a data set of Hugging Face makes its samples by a function of all columns."""
     described = getattr(dataset, "format", None)
     return isinstance(described, Mapping) and described.get("type") == "custom"
 

@@ -1,8 +1,8 @@
-"""Batches of which some tensors have other things than samples in dimension 0.
+"""Batches in which some tensors do not have the samples in dimension 0.
 
-Vision models take the patches or images of all samples one after the other, positions have the
-samples in dimension 1. A ``PackedBatch`` holds such tensors with the samples in front, so that
-whatever cuts batches may cut them, and brings them back when the module is called::
+Vision models take the patches or images of all samples one after the other; positions have the
+samples in dimension 1. A ``PackedBatch`` holds such tensors with the samples in front, so that they
+can be cut like any batch, and brings them back when the module is called::
 
     module's own            in a PackedBatch
     labels [n, 16]          [n, 16]
@@ -24,7 +24,7 @@ from anabranch.errors import DataError
 
 
 class BatchPacking(Protocol):
-    """Call of a module on tensors with the samples in dimension 0; equal if they pack alike."""
+    """Call of a module on tensors with the samples in dimension 0; packings compare by value."""
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
         """Call a module; ``traced`` without operations whose sizes depend on the data."""
@@ -33,7 +33,7 @@ class BatchPacking(Protocol):
 class PackedBatch:
     """Tensors of a batch by name, with the samples in dimension 0.
 
-    PyTorch's pytrees know it, so it is cut, moved and compared as a dict of tensors is.
+    PyTorch's pytrees know the class, so it is cut, moved and compared like a dict of tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Any], packing: BatchPacking) -> None:
@@ -80,8 +80,8 @@ class Rows:
     """Packing of a user's own module.
 
     Attributes:
-        rows: (name of a tensor, its rows per sample in dimension 0, name of the tensor that has
-            them for each sample, or empty).
+        rows: (name of a tensor, its rows per sample in dimension 0, name of a tensor that has the
+            number of rows of each sample, or empty).
         samples_in: (name of a tensor, the dimension of the samples).
     """
 
@@ -90,10 +90,10 @@ class Rows:
 
     @staticmethod
     def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
-        """Return the packing of an example: as said, and as is plain to see in it.
+        """Return the packing of an example: as given, and as the shapes of other tensors show it.
 
-        The number of samples is that of ``labels``; a tensor with a multiple of it in dimension 0
-        has rows if it has two dimensions, one with it in dimension 1 alone has positions.
+        ``labels`` has the number of samples. A tensor with a multiple of it in dimension 0 has rows
+        if it has two dimensions; one with it in dimension 1 alone has the samples there.
         """
         labels = example.get("labels") if isinstance(example, Mapping) else None
         numbers, dims = {n: (k, "") for n, k in rows.items() if isinstance(k, int)}, {**samples_in}
@@ -137,13 +137,13 @@ class Rows:
         return module(**result)
 
     def packed(self, batch: Any, *, is_stacked: bool = False) -> Any:
-        """A batch of the user's with the samples in front.
+        """Pack a batch of the user, with the samples in front.
 
         Args:
-            is_stacked: of single samples, which puts them in front already.
+            is_stacked: the batch was stacked from single samples, so they are in front already.
 
         Raises:
-            DataError: if a tensor has another number of rows than its samples make.
+            DataError: if the rows of a tensor are not those of its samples.
         """
         if isinstance(batch, PackedBatch) or not (self.rows or self.samples_in):
             return batch
@@ -168,7 +168,7 @@ class Rows:
 
 
 def _parted(name: str, tensor: Tensor, samples: int, count: int, numbers: Sequence[int]) -> Tensor:
-    """A tensor of rows as [samples, rows of a sample, ...]; other sizes are other buckets."""
+    """Reshape a tensor of rows to [samples, rows, ...]; other numbers of rows are other buckets."""
     other = [sample for sample, number in enumerate(numbers) if number != numbers[0]]
     if len(tensor) % samples or other or (numbers and numbers[0] * samples != len(tensor)):
         has = f"{samples} samples have {len(tensor)} rows of {name}"

@@ -1,1 +1,1 @@
-"""Devices that compute: what differs between their kinds, what is asked of one; their host."""
+"""Kinds of devices and their differences, operations of an accelerator, and the host."""

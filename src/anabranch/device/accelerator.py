@@ -1,7 +1,7 @@
 """The accelerator of a process: its memory, streams, events and random numbers, whatever its kind.
 
-Streams and events are torch's own of all devices. What torch has under the name of a kind alone is
-asked of the module of that kind (``torch.get_device_module``).
+Streams and events are torch's common ones. Functions that torch has only under the name of a kind
+are called in the module of that kind (``torch.get_device_module``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_own_memory(place: torch.device) -> bool:
 
 
 def has_collectives(place: torch.device) -> bool:
-    """Return True if tensors of a device are summed where they are; others go through the host."""
+    """Return True if tensors of a device are summed on it; otherwise they go through the host."""
     return kind_of(place.type).gloo
 
 
@@ -51,7 +51,7 @@ def count(kind: str) -> int:
 
 
 def claim(place: torch.device) -> None:
-    """Make an accelerator the current device of this process, for whatever names none.
+    """Make an accelerator the current device of this process, for code that names no device.
 
     Raises:
         TrainingError: if the process was forked after its parent had used it.
@@ -72,7 +72,7 @@ def claim(place: torch.device) -> None:
 
 
 def settings(place: torch.device) -> dict[str, str]:
-    """Return the variables that a device reads when it is first used: the user's, or ours."""
+    """Return the variables that a device reads at its first use, with the user's or our values."""
     ours = kind_of(place.type).settings
     return {name: os.environ.get(name, value) for name, value in ours.items()}
 
@@ -92,7 +92,7 @@ def identity(place: torch.device) -> str:
 
 
 def backend(place: torch.device) -> str:
-    """Return the library of collectives between accelerators that is here; empty if none is."""
+    """Return the installed library of collectives between accelerators; empty if there is none."""
     name = kind_of(place.type).backend
     return name if name and torch.distributed.is_backend_available(name) else ""
 
@@ -108,7 +108,7 @@ def host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-    """Start to copy a tensor to the host, where it is when the event has happened; None: now."""
+    """Start to copy a tensor to the host; return the copy, and an event behind it, None if done."""
     if not has_streams(tensor.device):
         return tensor, None
     return host_like(tensor).copy_(tensor, non_blocking=True), mark(tensor.device)
@@ -134,20 +134,20 @@ def current_stream(place: torch.device) -> torch.Stream:
 
 
 def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
-    """Record an event behind all that the current stream has been given so far."""
+    """Record an event behind all work that the current stream has so far."""
     event = torch.Event(place, enable_timing=timed)
     event.record(current_stream(place))
     return event
 
 
 def waiter(place: torch.device) -> Callable[[], None]:
-    """Return what waits for all that the current stream has been given so far, from any thread."""
+    """Return a function that waits, in any thread, for all work of the current stream so far."""
     return mark(place).synchronize if has_streams(place) else lambda: None
 
 
 @contextmanager
 def beside(place: torch.device) -> Iterator[None]:
-    """Let operations inside run on a stream of their own, behind what was given before."""
+    """Run operations inside on a stream of their own, behind all work given before."""
     if not has_streams(place):
         yield
         return
@@ -159,7 +159,7 @@ def beside(place: torch.device) -> Iterator[None]:
 
 
 def recorded(work: Callable[[], T], place: torch.device) -> Callable[[], T]:
-    """Record what some work launches; return what launches it again, with results in one place.
+    """Record the launches of some work; return a function that repeats them in the same memory.
 
     Raises:
         TrainingError: if this torch cannot record.
@@ -188,7 +188,7 @@ def free_bytes(place: torch.device) -> int:
 
 
 def available_bytes(place: torch.device) -> int:
-    """Return the bytes that tensors can take, with those that torch holds and has not lent."""
+    """Return the bytes that tensors can take, with memory that torch holds but does not use."""
     held = torch.accelerator.memory_reserved(place) - torch.accelerator.memory_allocated(place)
     return free_bytes(place) + held
 
@@ -207,8 +207,8 @@ def generators(place: torch.device) -> list[torch.Generator]:
 
 @contextmanager
 def with_seed(seed: int, place: torch.device) -> Iterator[None]:
-    """Inside, operations of a device draw from a seed of their own: loaders of data draw from the
-    user's generators, alike on every rank.
+    """Inside, operations of a device draw from a seed; the states of its generators are restored
+    afterwards, so that loaders of data draw from them alike on every rank.
     """
     drawn_from = generators(place)
     before = [generator.get_state() for generator in drawn_from]

@@ -12,16 +12,16 @@ class DeviceKind:
 
     Attributes:
         backend: library of its collectives in ``torch.distributed``; empty if it has none, or none
-            that the runtime knows to order.
-        gloo: whether Gloo takes its tensors. Those of others are summed on the host.
+            whose order the runtime can keep.
+        gloo: whether Gloo takes its tensors; if not, they are summed on the host.
         streams: whether it runs several streams, and copies from pinned memory meanwhile.
         own_memory: whether it has memory of its own, whose allocator counts.
         float64: whether it computes with numbers of 64 bits.
         environment: variables that must be set before processes are forked that will use it.
-        settings: variables that a process must set before it uses it: queues of the driver, of
-            which every stream that may wait for another rank needs its own, and connections that
-            are all made at the start, not where an algorithm is first used.
-        queues: the one that says how many queues there are, 8 by default.
+        settings: variables that a process must set before it uses the device: the number of queues
+            of the driver, as every stream that may wait for another rank needs its own, and that
+            connections are made at the start, not at the first use of an algorithm.
+        queues: name of the variable for the number of queues, 8 by default.
     """
 
     backend: str = ""
@@ -71,4 +71,4 @@ OWN_ERRORS = (
     "device-side assert",
     "invalid usage",
 )
-"""What torch and its libraries say when this rank's own device fails, in small letters."""
+"""Words of torch and its libraries if this rank's own device fails, in small letters."""

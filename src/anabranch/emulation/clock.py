@@ -1,14 +1,14 @@
-"""The clock of an emulated device: what time it is for a device, whatever the host is doing.
+"""The clock of an emulated device, which does not depend on what else the host is doing.
 
 Dozens of ranks share a few cores, and their delays would add up. So each rank keeps the time of its
 device, which moves by
 
 - the profiled seconds of compute,
-- waiting for a message until it arrives by the model of the links,
-- the work of the runtime between them, as CPU time of this rank's thread, which leaves out the time
-  that other ranks had the core,
+- the wait for a message until it arrives by the model of the links,
+- the work of the runtime in between, as CPU time of this rank's thread, which leaves out the time
+  in which other ranks had the core,
 
-and paces itself by it. A time scale above 1 slows everything down alike::
+and waits until the wall clock has come as far. A time scale above 1 slows everything down alike::
 
     wall = origin + scale * device time        (+ late, if the host cannot keep up)
 """
@@ -23,9 +23,9 @@ class DeviceClock:
 
     Attributes:
         now: seconds since the step began, in the device's time.
-        late_s: how late the wall clock was at worst, in the device's time.
-        charged_s: CPU time of the runtime in it.
-        origin: when the step began, in the time of ``time.perf_counter``, which processes share.
+        late_s: most seconds by which the wall clock was late, in the device's time.
+        charged_s: CPU time of the runtime that is part of ``now``.
+        origin: begin of the step by ``time.perf_counter``, which processes share.
         scale: wall seconds per device second.
     """
 
@@ -49,7 +49,7 @@ class DeviceClock:
         self._cpu = cpu
 
     def resume(self) -> None:
-        """Go on with work that counts; what the thread did since ``charge`` does not."""
+        """Go on with work that counts; CPU time of the thread since ``charge`` does not count."""
         self._cpu = time.thread_time()
 
     def pass_by(self, seconds: float) -> None:

@@ -1,9 +1,8 @@
-"""Work of one emulated rank that only takes time: passes, and sums of gradients beside the last of
-them.
+"""Work of one emulated rank that only takes time: passes, and sums of gradients beside the last.
 
 Sums are the all-reduces of ``simulator.run``, piece by piece, each as soon as the operators that
-add to it have been passed. On modelled links the memory that all ranks share knows when a sum
-starts and ends; on those of the host as many bytes really travel.
+add to it have been passed. On modelled links the shared memory of all ranks has the start and end
+of a sum; on links of the host as many bytes really travel.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.sums import gradient_marks
 
 POLL_S = 1e-3
-"""Device seconds between two looks at sums of which nothing is known yet."""
+"""Device seconds between two looks at sums whose end is not known yet."""
 
 
 class EmulatedSums:
@@ -34,8 +33,8 @@ class EmulatedSums:
 
     def __init__(self, emulation: Emulation, clock: DeviceClock, mesh: Mesh) -> None:
         self._emulation, self._clock = emulation, clock
-        self._mine = [i for i, w in enumerate(emulation.sums) if mesh.device in w.devices]
-        self._host = _HostSums(emulation, self._mine, mesh) if emulation.links == "host" else None
+        self._own = [i for i, w in enumerate(emulation.sums) if mesh.device in w.devices]
+        self._host = _HostSums(emulation, self._own, mesh) if emulation.links == "host" else None
         self._last = -1
         self._final: tuple[int, ...] = ()
 
@@ -44,10 +43,10 @@ class EmulatedSums:
         self._last = stage
 
     def during(self, stage: int, samples: int, backward_s: float) -> float:
-        """Go through a backward as far as gradients become final in it; the seconds that are left.
+        """Go on to the last gradients that become final in a backward; return the seconds left.
 
         Args:
-            samples: of this device.
+            samples: samples of this device's slice.
         """
         if stage != self._last:
             return backward_s
@@ -82,21 +81,21 @@ class EmulatedSums:
             return
         clock.pace()
         while True:
-            end, is_sure = self._emulation.shared_links.ended(self._mine, clock.now)
+            end, is_sure = self._emulation.shared_links.ended(self._own, clock.now)
             clock.meet(end if is_sure else max(end, clock.now + POLL_S))
             if is_sure:
                 return
 
 
 class _HostSums:
-    """Sums of zeros; those of one set of ranks start in one order."""
+    """Sums of zeros; sums of one set of ranks start in the same order on all of them."""
 
-    def __init__(self, emulation: Emulation, mine: Sequence[int], mesh: Mesh) -> None:
+    def __init__(self, emulation: Emulation, pieces: Sequence[int], mesh: Mesh) -> None:
         self._emulation, self._mesh = emulation, mesh
         self._queues: dict[int, list[int]] = defaultdict(list)
-        for piece in mine:
+        for piece in pieces:
             self._queues[emulation.sums[piece].queue].append(piece)
-        most = max((emulation.sums[piece].nbytes for piece in mine), default=0)
+        most = max((emulation.sums[piece].nbytes for piece in pieces), default=0)
         self._zeros = torch.zeros(-(-most // 4))
         self._begin()
 
@@ -113,7 +112,7 @@ class _HostSums:
         self._pending: list[Pending] = []
 
     def give(self, piece: int) -> None:
-        """Gradients are final; start what can be started."""
+        """Count gradients of a piece as final, and start the sums that can start."""
         self._missing[piece] -= 1
         left = self._left[self._emulation.sums[piece].queue]
         while left and not self._missing[left[0]]:
@@ -122,7 +121,7 @@ class _HostSums:
             self._pending.append(self._mesh.start_all_reduce(zeros, self._emulation.ranks(work)))
 
     def finish(self) -> None:
-        """Wait for all, and be ready for the next step."""
+        """Wait for all sums, and get ready for the next step."""
         for pending in self._pending:
             pending.wait()
         self._begin()
@@ -131,8 +130,8 @@ class _HostSums:
 class EmulatedCompute:
     """A ``Compute`` that waits for the profiled seconds and makes tensors that nobody reads.
 
-    All outputs of one size are the same buffer, whose content never changes, so any number of them
-    may be on its way. The loss of an emulated step is 0.
+    All outputs of one size are the same buffer, whose content never changes, so it may be in any
+    number of messages at once. The loss of an emulated step is 0.
     """
 
     def __init__(

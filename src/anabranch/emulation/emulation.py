@@ -30,7 +30,7 @@ Links = Literal["modelled", "host"]
 
 
 def require_time_scale(time_scale: float, links: Links) -> None:
-    """Raise a ``ValueError`` for a time scale that is not positive, or slows what it cannot."""
+    """Raise a ``ValueError`` for a time scale that is not positive, or for host links not 1."""
     if not 0 < time_scale <= 1e6:
         raise ValueError(f"the time scale is {time_scale}; it must be positive, and 1e6 at most")
     if links == "host" and time_scale != 1:
@@ -41,10 +41,10 @@ class Emulation:
     """A plan on emulated devices. Make it before the ranks are forked, once.
 
     Attributes:
-        message_bytes: of all messages of one step.
+        message_bytes: bytes of all messages of one step.
 
     Args:
-        plan: its devices must be those of the cluster.
+        plan: a plan for devices of the cluster.
         links: ``modelled``: messages take as long as on the cluster; ``host``: as long as they do
             on this machine.
 
@@ -77,7 +77,7 @@ class Emulation:
         return Layout(self._model.graph, self._stages, self.plan.stage_graph, device)
 
     def _channels(self) -> Counter[Channel]:
-        """Channel -> messages in a step."""
+        """Return channel -> messages in a step."""
         graph = self.plan.stage_graph
         counts: Counter[Channel] = Counter()
         for rank, device in enumerate(self.devices):
@@ -107,9 +107,9 @@ class Emulation:
 class EmptyStages:
     """Stages of a profiled model that compute nothing, with messages of the right size.
 
-    The profile knows what flows between stages: bytes per sample of every value, and whether a
-    gradient of the same size comes back. As ``StageProgram``s without calls these give ``Layout``
-    what it needs to work out every message, as for a model.
+    The profile has the values between stages: bytes per sample, and whether a gradient of the same
+    size comes back. From ``StageProgram``s without calls ``Layout`` derives every message, as for a
+    model.
     """
 
     def __init__(self, model: OpGraph, graph: StageGraph) -> None:

@@ -2,10 +2,10 @@
 
 ::
 
-    step()   clear the shared links, agree on when to begin    mesh
+    step()   clear the shared links, agree on a start          mesh
              the actions of the schedule                       worker, compute and links emulated
              all-reduces, from the last backwards on           shared links, or mesh
-             when each rank was done                           mesh
+             exchange the times at which ranks were done       mesh
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class EmulatedPipeline:
 
     Attributes:
         time_scale: wall seconds per second of the devices; may change between steps.
-        timeline: of the last step that was recorded, in the devices' time, the same on every rank.
-        device_step_s: the last step by the devices' own clocks; what the wall clock showed besides
-            is the host's.
-        runtime_s: CPU time of the runtime in it for each forward or backward, the mean of all
-            ranks.
-        late_s: by how much any rank was late at worst during the last step, in the devices' time.
+        timeline: timeline of the last recorded step, in the devices' time, the same on every rank.
+        device_step_s: seconds of the last step by the devices' own clocks; the host causes the
+            difference to the wall clock.
+        runtime_s: CPU time of the runtime in the last step for each forward or backward, the mean
+            of all ranks.
+        late_s: most seconds by which any rank was late in the last step, in the devices' time.
 
     Raises:
         InvalidPlanError: if the number of ranks is not that of the plan's devices.
-        ValueError: if the time scale is not positive, or slows down what it cannot.
+        ValueError: if the time scale is not positive, or for links of the host is not 1.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class EmulatedPipeline:
         self._clock.start(latest + 2e-3 + 3e-4 * mesh.size, self.time_scale)
 
     def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
-        """Learn when the last rank was done; nobody looks at the board any more after this."""
+        """Exchange the ends of all ranks; after this no rank reads the shared links any more."""
         mesh, clock = self._mesh, self._clock
         runtime_s = clock.charged_s / self._passes
         spent = [clock.now, end, clock.late_s, self._update_s, runtime_s]
         figures = [*zip(*mesh.gather(spent), strict=True)]
         self.device_step_s, seconds, self.late_s, update_s, _ = map(max, figures)
         self.runtime_s = statistics.fmean(figures[-1])
-        # Updates begin together, when all ranks have agreed; there is nothing to wait for in them.
+        # Updates begin together, when all ranks have agreed, and wait for nothing.
         self.device_step_s, seconds = self.device_step_s + update_s, seconds + update_s
         if record:
             start = clock.origin
@@ -124,22 +124,22 @@ class EmulatedPipeline:
         return float(seconds)
 
     def close(self) -> None:
-        """Break this rank's connections; the others find out when they next wait for it."""
+        """Break this rank's connections; other ranks notice when they next wait for it."""
         if self._links is not None:
             self._links.close()
         self._mesh.close()
 
 
 def _rescaled(timeline: Timeline, scale: float) -> Timeline:
-    """A timeline of the wall clock in the devices' time."""
+    """Return a timeline of the wall clock in the devices' time."""
     spans = tuple(Span(s.device, s.start / scale, s.end / scale, s.action) for s in timeline.spans)
     return replace(timeline, spans=spans, step_s=timeline.step_s / scale)
 
 
 class EmulatedTransport:
-    """Messages go through another transport. On modelled links they are there when those have them
-    there: a message that has arrived is dropped, and tensors without content take its place. On the
-    links of this machine they take as long as they do, and the wall clock is the devices' time.
+    """Sends messages through another transport. On modelled links a message arrives at the time of
+    the model; its content is dropped, and tensors without content take its place. On links of this
+    machine it takes as long as it does, and the wall clock is the devices' time.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class EmulatedTransport:
         return number
 
     def settle(self) -> None:
-        """See ``Transport``; what was sent is under way."""
+        """See ``Transport``; sent messages are on their way already."""
 
     def flush(self) -> None:
         self._inner.flush()
@@ -194,7 +194,7 @@ class EmulatedTransport:
 
 @dataclass(frozen=True)
 class _TimedReceipt:
-    """A receive; ``arrival`` returns when its message is there, None on links of this machine."""
+    """A receive. ``arrival`` returns the arrival time of its message; None on links of the host."""
 
     inner: Receipt
     clock: DeviceClock
@@ -208,7 +208,7 @@ class _TimedReceipt:
             self.clock.catch_up()
         else:
             self.clock.charge()
-            # The sender notes the time before it sends, so whoever has the bytes can look it up.
+            # The sender notes the time before it sends, so it is known when the bytes have come.
             self.inner.wait()
             self.clock.meet(self.arrival())
             tensors = [

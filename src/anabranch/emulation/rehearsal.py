@@ -1,4 +1,4 @@
-"""Rehearsal of a plan on emulated devices: what ``anabranch rehearse`` does.
+"""Rehearsal of a plan on emulated devices, for ``anabranch rehearse``.
 
 Local ranks stand for the devices (``emulation``). The first step connects them. Unless the caller
 fixes a time scale, it is then doubled until the host keeps up.
@@ -29,10 +29,10 @@ class Rehearsing:
     """Tuned numbers of a rehearsal.
 
     Attributes:
-        most_time_scale: wall seconds per second of the devices, at most.
-        most_step_s: wall seconds of a step beyond which time is not scaled by itself.
-        late: share of a step that a rank may be late at worst; by so much the step may be too long.
-            With much more of it, ranks ask for links in another order than the devices would.
+        most_time_scale: most wall seconds per second of the devices.
+        most_step_s: most wall seconds of a step up to which the time scale is doubled.
+        late: most share of a step by which a rank may be late; the step may be too long by as much.
+            With much more, ranks ask for links in another order than the devices would.
     """
 
     most_time_scale: float = 64.0
@@ -48,12 +48,12 @@ class Rehearsal:
     """Result of a rehearsal, in seconds of the emulated devices.
 
     Attributes:
-        run: its steps as the wall clock showed them, with the timeline of the median one.
-        device_step_s: the same steps by the devices' own clocks.
-        late_s: per step, by how much a rank was late at worst.
-        runtime_s: CPU time of the runtime for each forward or backward on this machine, as a mean
-            of all ranks, in the step before these.
-        with_runtime_s: the predicted step if each pass takes longer by ``runtime_s``.
+        run: steps as the wall clock showed them, with the timeline of the median one.
+        device_step_s: seconds of the same steps by the devices' own clocks.
+        late_s: most seconds by which a rank was late, per step.
+        runtime_s: CPU time of the runtime for each forward or backward on this machine, the mean
+            of all ranks in the step before these.
+        with_runtime_s: predicted step if each pass takes longer by ``runtime_s``.
         time_scale: wall seconds per second of the devices.
     """
 
@@ -115,11 +115,11 @@ def rehearse(
     """Run a plan on emulated devices, each a local rank.
 
     Args:
-        plan: of any planner.
-        cluster: where it shall run; by default the plan's.
-        steps: to measure, beside those that set things up.
+        plan: a plan of any planner.
+        cluster: cluster on which it shall run; by default the plan's.
+        steps: steps to measure, besides those that set things up.
         links: ``modelled`` or ``host``, see ``Emulation``.
-        time_scale: wall seconds per second of the devices; by default what the host can do.
+        time_scale: wall seconds per second of the devices; by default as the host can keep up.
         timeout: wall seconds until a silent rank counts as lost.
         watch: called with steps done and steps to do, on the first rank.
 
@@ -180,7 +180,7 @@ class _WithRuntime(ModelCosts):
 
 
 _Step = tuple[float, float, float, Timeline]
-"""Seconds by the wall clock and by the devices', seconds late at worst, and the timeline."""
+"""Seconds by the wall clock and by the devices' clocks, most seconds late, and the timeline."""
 
 
 def _measure(
@@ -190,7 +190,7 @@ def _measure(
     timeout: float,
     watch: Callable[[int, int], None] | None,
 ) -> tuple[list[_Step], float, float]:
-    """On each rank: find a time scale, then run the steps; with the runtime's seconds per pass."""
+    """On each rank: find a time scale and run the steps. Return these, ``runtime_s`` and scale."""
     pipe = EmulatedPipeline(emulation, time_scale=time_scale or 1.0, timeout=timeout)
     pipe.step()
     if time_scale is None:
@@ -209,7 +209,7 @@ def _measure(
 def _slow_down(pipe: EmulatedPipeline) -> None:
     """Double the time scale until the host keeps up; every rank sees the same figures."""
     while True:
-        # Twice, because another process may have had the host for a moment.
+        # Twice, because another process may have used the host for a moment.
         for _ in range(2):
             seconds = pipe.step()
             if pipe.late_s <= 0.75 * REHEARSING.late * seconds:
@@ -221,7 +221,7 @@ def _slow_down(pipe: EmulatedPipeline) -> None:
 
 
 def _ideal(emulation: Emulation, profile: Profile) -> float:
-    """The schedule's step with links that are free."""
+    """Return the step of the schedule with links that cost nothing."""
     graph, costs = emulation.plan.stage_graph, emulation.costs
     forward, backward = (
         [{n: costs.compute_s(s, n)[way] for n in graph.slice_sizes(s)} for s in range(len(graph))]

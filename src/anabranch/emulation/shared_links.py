@@ -1,14 +1,14 @@
 """Emulated links in memory that all ranks of one machine share.
 
-A message starts when it has been sent and its receive is posted, at the later of the two, and when
-every port on its way is free; whichever end comes second works out when it arrives. A piece of an
-all-reduce starts when the gradients of all of its ranks are final and the piece before it has
-ended; whoever next uses a port later than that works out when it ends. These are the rules of
-``simulator.run``, on processes instead of a queue of events.
+A message starts when it has been sent, its receive is posted and every port on its way is free; the
+rank at the second of the two ends computes its arrival. A piece of an all-reduce starts when the
+gradients of all its ranks are final and the piece before it has ended; the next rank that uses a
+port at a later time computes its end. These are the rules of ``simulator.run``, on processes
+instead of a queue of events.
 
-Whoever is ready first by device time has a port first; but a rank that the host delays asks late.
-So a port remembers the periods for which it is taken, each from when its message was ready, and a
-message goes into the first gap after its own time::
+A port belongs to the message that is ready first by device time; but a rank that the host delays
+asks late. So a port remembers the periods for which it is taken, each from the time at which its
+message was ready, and a message goes into the first gap after its own time::
 
     taken        [ready====end]            [ready=====end]
     asks late                    ^ready [==]
@@ -31,7 +31,7 @@ from anabranch.runtime.transport import Channel
 from anabranch.simulator.sums import Sum
 
 _PERIODS = 24
-"""Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
+"""Periods that a port remembers; beyond that the two oldest become one, with the gap between."""
 
 _NEVER = -math.inf
 
@@ -45,7 +45,7 @@ class SharedLinks:
     Args:
         channels: channel -> messages of a step.
         ports: number of ports.
-        sums: the pieces of all all-reduces.
+        sums: pieces of all all-reduces.
     """
 
     def __init__(self, channels: Mapping[Channel, int], ports: int, sums: Sequence[Sum]) -> None:
@@ -57,9 +57,9 @@ class SharedLinks:
         self._queues: dict[int, list[int]] = defaultdict(list)
         for number, work in enumerate(self._sums):
             self._queues[work.queue].append(number)
-        # Per port the start and end of each period, ascending, infinite behind the last; per
-        # message when it is sent, posted and arrives; per sum, gradients that are still to come and
-        # when the latest of them came; per queue, sums that were started and when the latest ends.
+        # Per port, start and end of each period, ascending, infinite behind the last; per message,
+        # times at which it is sent, posted and arrives; per sum, gradients that are still to come
+        # and the time of the latest; per queue, sums that were started and the end of the latest.
         self._periods = _shared(ports, _PERIODS, 2)
         self._messages = _shared(bounds[-1], 3)
         self._gradients = _shared(len(sums), 2)
@@ -77,13 +77,13 @@ class SharedLinks:
                 self._gradients[number] = work.waits_for, 0.0
 
     def arrival(self, channel: Channel, number: int) -> float:
-        """Return the arrival time of a message whose both ends have come."""
+        """Return the arrival time of a message that has been sent and posted."""
         return float(self._messages[self._of_channel[channel]][number, 2])
 
     def meet(
         self, channel: Channel, number: int, end: int, at: float, route: Route, nbytes: int
     ) -> None:
-        """Note one end of the n-th message of a channel: it is ``SENT``, or ``POSTED`` for."""
+        """Note one end of message ``number`` of a channel: ``SENT``, or its receive ``POSTED``."""
         message = self._messages[self._of_channel[channel]][number]
         with self._lock:
             message[end] = at
@@ -113,18 +113,18 @@ class SharedLinks:
         return end
 
     def give(self, number: int, at: float) -> None:
-        """A rank's gradients of a sum are final."""
+        """Count the gradients of one rank as final for a sum."""
         gradients = self._gradients[number]
         with self._lock:
             gradients[0] -= 1
             gradients[1] = max(gradients[1], at)
 
     def ended(self, numbers: Sequence[int], at: float) -> tuple[float, bool]:
-        """Return the end of the last of some all-reduces, or its lower bound, and True if it is the
-        end.
+        """Return the end of the last of some all-reduces, or a lower bound of it, and True if it is
+        the end.
 
         Args:
-            at: what happens until then is known.
+            at: time up to which all events are known.
         """
         with self._lock:
             self._start_sums(at)
@@ -158,13 +158,13 @@ class SharedLinks:
 
 
 def _shared(*shape: int) -> NDArray[np.float64]:
-    """Zeros that processes forked from this one share with it."""
+    """Return zeros that this process shares with processes forked from it."""
     memory = mmap.mmap(-1, 8 * max(math.prod(shape), 1))
     return np.frombuffer(memory, count=math.prod(shape)).reshape(shape)
 
 
 def _joined(periods: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Periods in order, those that touch or overlap as one."""
+    """Sort periods, and join those that touch or overlap."""
     result: list[tuple[float, float]] = []
     for begin, end in sorted(periods):
         if result and begin <= result[-1][1]:

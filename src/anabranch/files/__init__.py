@@ -1,7 +1,7 @@
 """Profiles, clusters and plans as JSON files.
 
-What a reader may believe about a file is written down as pydantic models; the core types behind
-them stay plain dataclasses. Units are in the keys; operators go by name, so people can edit files:
+Pydantic models define the content of files; the core types behind them stay plain dataclasses.
+Units are in the keys; operators go by name, so people can edit files:
 
     {
       "schema": "anabranch.cluster/1",
@@ -15,7 +15,7 @@ them stay plain dataclasses. Units are in the keys; operators go by name, so peo
       ]
     }
 
-One module for each kind of file; ``jsonfile`` has what all need. Later keys have defaults.
+Each kind of file has a module; ``jsonfile`` has what they share. Keys added later have defaults.
 """
 
 from __future__ import annotations

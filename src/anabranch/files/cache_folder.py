@@ -1,4 +1,4 @@
-"""The folder of what commands keep for later ones."""
+"""The cache folder, in which commands keep files for later commands."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$ANABRANCH_CACHE``, or ``anabranch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return ``$ANABRANCH_CACHE``, or ``anabranch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     own = os.environ.get("ANABRANCH_CACHE")
     if own:
         return Path(own).absolute()
     shared = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    # The specification of XDG has relative paths ignored.
+    # By the specification of XDG relative paths are ignored.
     return (shared if shared.is_absolute() else Path.home() / ".cache") / "anabranch"
 
 
 def private_folder(name: str) -> Path | None:
-    """Subfolder of the cache that others cannot write to; None, with a warning, if they can, and
-    None if it cannot be made.
+    """Return a subfolder of the cache to which other users cannot write; None, with a warning, if
+    they can, and None if it cannot be made.
     """
     folder = cache_folder() / name
     try:

@@ -1,10 +1,10 @@
 """Captured models, kept between commands, so that planning again does not capture again.
 
-A kept capture is a checksum and, in the next line, a JSON document with what an estimate needs:
-operators and kernels. The name of the file is a hash of the model's name and options, the
-granularity, where modules are looked for, the versions of Python, this package and all that are
-installed. It lists the user's own files that were imported or read while the model was captured,
-with a hash of each. If one has changed, the model is captured again.
+A kept capture is a checksum and, in the next line, a JSON document with the operators and kernels
+for an estimate. The name of the file is a hash of the model's name and options, the granularity,
+the folders of modules, and the versions of Python, this package and all installed ones. The
+document lists the user's own files that were imported or read during the capture, with a hash of
+each. If one has changed, the model is captured again.
 
 Models whose code is in no file (generated code) are not kept. Environment and time do not count.
 """
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from anabranch.workload import Workload
 
 MOST_KEPT = 200
-"""Captures that are kept; the least recently used go first. The one of mmt in the published size,
-97 operators and 3,000 kernels, has 0.4 MB."""
+"""Most captures that are kept; the least recently used go first. The capture of mmt in the
+published size, with 97 operators and 3,000 kernels, has 0.4 MB."""
 
 
 @dataclass(frozen=True)
 class KeptCapture:
-    """A captured model, and what it depends on.
+    """A captured model, and the files on which it depends.
 
     Attributes:
         files: the user's own files -> hashes of their bytes.
@@ -71,13 +71,13 @@ def estimated(
     keep: bool = True,
     on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """The profile of ``profile.estimate.estimate`` for a model, which is captured if it has to be.
+    """Return the profile of ``profile.estimate.estimate``, by a kept capture or a new one.
 
     Args:
         model: name of the model that ``build`` builds.
-        settings: all that its operators depend on besides, as text.
+        settings: everything else on which its operators depend, as text.
         keep: read and write kept captures; a damaged one is named in a warning, and made again.
-        on_kept: called where a kept capture is used.
+        on_kept: called if a kept capture is used.
     """
     checked_counts(device, samples, "float32")
     path = _path([model, *settings]) if keep else None
@@ -93,7 +93,7 @@ def estimated(
         with warnings.catch_warnings(record=True) as caught:
             captured = capture(workload)
             traced = None
-            with suppress(CaptureError):  # one that refuses one sample is told what to do each time
+            with suppress(CaptureError):  # ``estimate`` below explains a model without one sample
                 captured.programs.at(1, device="meta")
                 traced = trace(captured)
     for warning in caught:
@@ -101,7 +101,7 @@ def estimated(
     if traced is None or not traced.is_affine:
         return estimate(captured, device, samples)
     if path is not None and not caught and _is_in_files(workload.module):
-        # A folder that is full or read-only is no error, nor is a path that is no text.
+        # A folder that is full or read-only is no error, nor a path that is no text.
         with suppress(OSError, ValueError):
             files = {name: _hash(name) for name in (*_own_modules(), *_own(read))}
             save_capture(KeptCapture(traced, files), path)
@@ -118,8 +118,8 @@ def save_capture(kept: KeptCapture, path: Path) -> None:
 
 
 def load_capture(path: Path) -> KeptCapture:
-    """Read a captured model; raises ValueError if the file is none, was renamed, or has other bytes
-    than were written, and OSError if there is no regular file.
+    """Read a captured model; raises ValueError if the file is no capture, was renamed or changed,
+    and OSError if there is no regular file.
     """
     checksum, _, document = read_regular(path).partition(b"\n")
     if checksum != _checksum(path, document):
@@ -132,7 +132,7 @@ def _checksum(path: Path, document: bytes) -> bytes:
 
 
 def _path(names: Any) -> Path | None:
-    """The file of a capture; None where it cannot be kept safely."""
+    """Return the file of a capture; None if it cannot be kept safely."""
     folder = private_folder("captures")
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -146,13 +146,13 @@ def _path(names: Any) -> Path | None:
 
 
 def _load(path: Path, model: str) -> KeptCapture | None:
-    """The capture in a file, if there is one and nothing that it depends on has changed."""
+    """Return the capture in a file, if there is one and no file on which it depends has changed."""
     try:
         if not path.is_file():  # a pipe would never end
             path.unlink(missing_ok=True)
             return None
         kept = load_capture(path)
-        os.utime(path)  # so that it is not the first to go
+        os.utime(path)  # most recently used
         same = all(_hash(name) == digest for name, digest in kept.files.items())
         return kept if same else None
     except ValueError as error:
@@ -171,14 +171,14 @@ def _is_in_files(module: nn.Module) -> bool:
 
 
 def _own_modules() -> set[str]:
-    """The files of imported modules that are the user's own."""
+    """Return the files of imported modules that are the user's own."""
     modules = [module for name, module in sys.modules.items() if name != "__main__"]
     # torch.ops and the like name a file without a folder, and are not loaded from it.
     return _own(file for m in modules if os.path.isabs(file := getattr(m, "__file__", None) or ""))
 
 
 def _own(names: Iterable[str]) -> set[str]:
-    """The regular files that neither Python nor an installed package brings."""
+    """Return the regular files that belong neither to Python nor to an installed package."""
     return {
         name
         for name in names
@@ -190,7 +190,7 @@ def _own(names: Iterable[str]) -> set[str]:
 
 
 def _hash(name: str) -> str:
-    """Hash of a file's bytes; OSError if it is no regular file."""
+    """Return a hash of a file's bytes; OSError if it is no regular file."""
     return hashlib.sha256(read_regular(Path(name))).hexdigest()
 
 
@@ -200,9 +200,9 @@ _listeners = 0
 
 @contextmanager
 def files_read() -> Iterator[set[str]]:
-    """Hear which files are opened for reading.
+    """Collect the files that are opened for reading.
 
-    The set has those of earlier uses as well: an imported module does not read its files again.
+    The set has files of earlier uses as well: an imported module does not read its files again.
     """
     global _listeners
     _listen()
@@ -222,4 +222,4 @@ def _listen() -> None:
         if isinstance(name, str | bytes) and not flags & (os.O_WRONLY | os.O_RDWR):
             _read.add(os.path.abspath(os.fsdecode(name)))
 
-    sys.addaudithook(hear)  # which stays for good: a hook cannot be taken away
+    sys.addaudithook(hear)  # once for good: a hook cannot be removed

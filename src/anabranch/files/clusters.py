@@ -32,7 +32,7 @@ def save_cluster(cluster: Cluster, path: FilePath) -> None:
 
 
 def load_cluster(text: FilePath) -> Cluster:
-    """A cluster by name, such as ``summit:8x4``, or from a cluster file.
+    """Return a cluster by name, such as ``summit:8x4``, or from a cluster file.
 
     Raises:
         FileFormatError: naming file, key and value.
@@ -46,7 +46,7 @@ def load_cluster(text: FilePath) -> Cluster:
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """The document that ``save_cluster`` writes."""
+    """Return the document that ``save_cluster`` writes."""
     return document_fields(cluster, ClusterFile, schema_=CLUSTER)
 
 
@@ -82,7 +82,7 @@ class _CalibrationEntry(Strict):
 
 
 class ClusterFile(Strict):
-    """The document of a cluster file; a plan file holds one too."""
+    """The document of a cluster file; a plan file contains one too."""
 
     schema_: Literal["anabranch.cluster/1"] = Field(alias="schema")
     name: Text
@@ -94,7 +94,7 @@ class ClusterFile(Strict):
 
 
 def to_cluster(file: ClusterFile) -> Cluster:
-    """The cluster of a document; raises ValueError for more devices than any cluster has."""
+    """Return the cluster of a document; ValueError for more devices than any cluster has."""
     devices = math.prod(level.size for level in file.levels)
     if devices > LIMITS.devices:
         raise ValueError(

@@ -1,14 +1,14 @@
-"""A graph as some file draws it, on its way to a profile.
+"""Conversion of a graph that was read from a file to a profile.
 
-Nodes that are data (an ``Input``) become part of the batch, which is at hand on every device and
-never sent. The others become operators, in topological order, then in that of their ids::
+Nodes that are data (an ``Input``) become part of the batch, which every device has and which is
+never sent. Other nodes become operators, in topological order, then in the order of their ids::
 
     node1 (Input) --> node2 --> node4            batch . . > node2 --> node4
                   \\-> node3 --/                  batch . . > node3 --/
 
-The edges that leave a node with one size are one value, which crosses to a stage once. A value has
-a gradient if anything before it is trained: parameters, or a backward that takes time. Times stay
-as they are for one mini-batch; bytes are divided by the samples and rounded up.
+Edges of one size that leave a node are one value, which is sent to a stage once. A value has a
+gradient if anything before it is trained: has parameters, or a backward that takes time. Times stay
+those of one mini-batch; bytes are divided by the samples and rounded up.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ImportedNode:
     """One node of the file; seconds and bytes are for the whole mini-batch.
 
     Attributes:
-        where: the place in the file, such as ``line 3``.
-        label, kind: what it is, for people and in a report.
-        kept_bytes, output_bytes: kept for the backward, of all outputs.
-        parameters: names and bytes; empty for the node's own, one name may be shared.
-        data: part of the batch; nothing leads to it.
+        where: place in the file, such as ``line 3``.
+        label, kind: its description for people, and its kind in a report.
+        kept_bytes, output_bytes: bytes kept for the backward, and of all outputs.
+        parameters: (name, bytes); an empty name for the node's own, other names may be shared.
+        data: whether it is part of the batch; no edge leads to it.
     """
 
     key: str
@@ -51,8 +51,12 @@ class ImportedNode:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One edge of the file between keys; ``nbytes`` crosses for the whole mini-batch, ``output``
-    tells several outputs of one size apart, ``where`` is the place in the file.
+    """One edge of the file between keys of nodes.
+
+    Attributes:
+        nbytes: bytes for the whole mini-batch.
+        where: place in the file.
+        output: distinguishes several outputs of one size.
     """
 
     producer: str
@@ -64,8 +68,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """Everything that a reader has found; times and bytes are for ``samples``, an edge that occurs
-    twice counts once, ``device`` tells what was measured on and what was decided.
+    """Content of a file; times and bytes are for ``samples``, an edge that occurs twice counts
+    once, ``device`` has words on the device of the measurement and on decisions of the reader.
     """
 
     file: str
@@ -77,7 +81,7 @@ class ImportedGraph:
     granularity: str = "layer"
 
     def profile(self) -> Profile:
-        """The profile; raises FileFormatError unless this is one connected graph without cycles."""
+        """Return the profile; FileFormatError unless this is a connected graph without cycles."""
         by_key = _by_key(self.file, self.nodes)
         _check_sizes(self.file, self.nodes)
         order = [by_key[key] for key in topological_order(self.file, by_key, self.edges)]
@@ -114,7 +118,7 @@ class ImportedGraph:
         return math.ceil(nbytes / self.samples)
 
     def _values(self, order: Sequence[ImportedNode], names: Mapping[str, str]) -> tuple[Value, ...]:
-        """One value per producer and size; those of the batch first."""
+        """Return one value per producer and size; values of the batch come first."""
         position = {op.key: i for i, op in enumerate(op for op in order if not op.data)}
         readers: dict[tuple[str, float, str], set[int]] = {}
         for edge in self.edges:
@@ -138,7 +142,7 @@ class ImportedGraph:
 
 
 def unique_names(labels: Mapping[str, str]) -> dict[str, str]:
-    """Key -> name: the labels shortened, with the keys in front where those are not unique."""
+    """Return key -> name: shortened labels, all behind their keys if they are not unique."""
     short = {key: _clean(label) for key, label in labels.items()}
     if all(short.values()) and len(set(short.values())) == len(short):
         return short
@@ -146,13 +150,13 @@ def unique_names(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _clean(label: str) -> str:
-    # Conv2d(3, 64, kernel_size=(11, 11)) -> Conv2d; and what a name in our files may not have.
+    # Conv2d(3, 64, kernel_size=(11, 11)) -> Conv2d, without characters that names must not have.
     text = re.sub(r"[^\w./+-]+", "_", label.partition("(")[0].strip())
     return re.sub(r"\.{2,}", ".", text).strip("./")[: LIMITS.name].rstrip("./")
 
 
 def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
-    """Per node that has any, its successors, or with ``back`` its predecessors."""
+    """Return node -> its successors, or with ``back`` its predecessors, if it has any."""
     result: dict[str, list[str]] = {}
     for edge in edges:
         a, b = (edge.consumer, edge.producer) if back else (edge.producer, edge.consumer)
@@ -161,7 +165,7 @@ def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[s
 
 
 def sources(nodes: Iterable[str], edges: Iterable[Edge]) -> set[str]:
-    """Keys of the nodes that no edge leads to."""
+    """Return the keys of nodes to which no edge leads."""
     return set(nodes) - {edge.consumer for edge in edges}
 
 
@@ -201,8 +205,8 @@ def _check_sizes(file: str, nodes: Sequence[ImportedNode]) -> None:
 
 
 def topological_order(file: str, nodes: Collection[str], edges: Sequence[Edge]) -> list[str]:
-    """The keys in topological order, of those that may come next always the least; raises
-    FileFormatError naming a cycle, or an edge without its node.
+    """Return the keys in topological order; among keys that may come next the least comes first.
+    FileFormatError names a cycle, or an edge without its node.
     """
     check_edges(file, nodes, edges)
     after: dict[str, set[str]] = {key: set() for key in nodes}
@@ -220,7 +224,7 @@ def _natural(key: str) -> list[int | str]:
 
 
 def _cycle(left: set[str], edges: Sequence[Edge]) -> str:
-    """Name one cycle among nodes that each have a predecessor among them."""
+    """Describe a cycle among nodes that each have a predecessor among these nodes."""
     before = {e.consumer: e for e in edges if e.producer in left and e.consumer in left}
     closing = before[min(left)]
     path = {closing.consumer: None}  # a dictionary for its order
@@ -236,7 +240,7 @@ def _cycle(left: set[str], edges: Sequence[Edge]) -> str:
 
 
 def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequence[Edge]) -> None:
-    """Refuse parts that share nothing, or nothing but the batch: they are several models."""
+    """Refuse a graph whose parts share nothing, or only the batch: it is several models."""
     beside: dict[str, list[str]] = {key: [] for key in nodes}
     for edge in edges:
         beside[edge.producer].append(edge.consumer)
@@ -262,7 +266,7 @@ def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequen
 
 
 def _trained(order: Sequence[ImportedNode], edges: Sequence[Edge]) -> set[str]:
-    """Nodes whose outputs have a gradient."""
+    """Return the keys of nodes whose outputs have a gradient."""
     after = neighbours(edges)
     trained = {n.key for n in order if not n.data and (n.parameters or n.backward_s > 0)}
     for node in order:

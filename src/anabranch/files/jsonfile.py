@@ -1,8 +1,8 @@
 """One JSON document per file: read with suspicion, written whole or not at all.
 
-Reading refuses what JSON lets pass (a key twice, NaN, a number of 400 digits, another kind of
-document) and names file, key path and value. Writing goes to a temporary file, which then takes the
-target's place. The types of fields of all kinds of files are here as well.
+Reading refuses things that JSON allows (a key twice, NaN, a number of 400 digits, another kind of
+document) and names file, key path and value. Writing goes to a temporary file, which then replaces
+the target. The types of fields of all kinds of files are here as well.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from anabranch.errors import FileFormatError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of what a file of ours, or of others, may say; more is a mistake.
+    """Largest values in a file of ours, or of other programs; more is a mistake.
 
     Attributes:
         file_bytes: bytes of a file; the profile of 10,000 operators has about 5 MB.
-        size: bytes in memory or on their way: an exbibyte.
-        devices: of a cluster; a product of level sizes quickly would be more.
-        seconds: of an operator: thirty years.
-        samples: of a batch.
+        size: bytes in memory or in a message: an exbibyte.
+        devices: devices of a cluster; a product of level sizes would quickly be more.
+        seconds: seconds of an operator: thirty years.
+        samples: samples of a batch.
         name: characters of a node's label in an operator's name; longer ones are cut.
     """
 
@@ -56,8 +56,8 @@ class Strict(BaseModel):
     """Model that converts no types and refuses unknown keys.
 
     Attributes:
-        brief: fields that are not written at their defaults, which a reader takes for granted; True
-            for all that have one.
+        brief: fields that are left out at their defaults, which a reader fills in; True for all
+            fields with a default.
     """
 
     brief: ClassVar[Collection[str] | bool] = ()
@@ -76,8 +76,8 @@ _Core = TypeVar("_Core")
 
 
 def document_fields(core: object, model: type[Strict], **special: Any) -> dict[str, Any]:
-    """Attributes as document keys, tuples as lists, also of objects within; ``special`` has those
-    that differ.
+    """Return attributes as document keys, tuples as lists, also in objects inside. ``special`` has
+    values that differ from the attributes.
     """
     document = {}
     for name, field in model.model_fields.items():
@@ -89,7 +89,7 @@ def document_fields(core: object, model: type[Strict], **special: Any) -> dict[s
 
 
 def _written(value: Any, field: FieldInfo) -> Any:
-    """The value of an attribute as a document has it."""
+    """Convert the value of an attribute for a document."""
     if isinstance(value, tuple):
         return [_written(item, field) for item in value]
     if not is_dataclass(value):
@@ -99,8 +99,8 @@ def _written(value: Any, field: FieldInfo) -> Any:
 
 
 def from_document(kind: type[_Core], document: Strict, **special: Any) -> _Core:
-    """An object of a core type with a document's fields, lists as tuples, also of objects within,
-    and ``special`` ones.
+    """Make an object of a core type from a document's fields, lists as tuples, also in objects
+    inside, and from ``special`` fields.
     """
     hints = _hints(kind)  # type: ignore[arg-type]
     values = {name: value for name, value in document if name in hints} | special
@@ -109,13 +109,13 @@ def from_document(kind: type[_Core], document: Strict, **special: Any) -> _Core:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Field -> type, of a core type."""
+    """Return field -> type of a core type."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """The value of a document as an attribute of this type has it."""
+    """Convert the value of a document for an attribute of a type."""
     if isinstance(value, list):
         return tuple(_read(item, hint) for item in value)
     if not isinstance(value, Strict):
@@ -125,8 +125,8 @@ def _read(value: Any, hint: Any) -> Any:
 
 
 def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:
-    """Read one file, whose key ``schema`` has to say what is expected (``anabranch.plan/1``), and
-    validate it; raises FileFormatError if there is no such file, or it holds something else.
+    """Read and validate one file, whose key ``schema`` has to be the expected one, such as
+    ``anabranch.plan/1``; FileFormatError if there is no such file, or it is of another kind.
     """
     where = os.fspath(path)
     document = parse(read_text(Path(path)), where)
@@ -135,7 +135,7 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
 
 
 def validate(document: Any, model: type[_Model], where: str, writer: str = "anabranch") -> _Model:
-    """A parsed document as its pydantic model; FileFormatError has file, key path and value."""
+    """Validate a parsed document; FileFormatError has file, key path and value."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -161,7 +161,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def render(value: Any, indent: int = 0) -> str:
-    """JSON for people: whatever fits on a line stays on it."""
+    """Render a value as JSON for people: everything that fits on a line stays on it."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, (dict, list)) or not value or 0 < indent <= _WIDTH - len(flat):
         return flat
@@ -187,9 +187,9 @@ def render(value: Any, indent: int = 0) -> str:
 
 
 def explain(error: ValidationError, writer: str = "anabranch") -> str:
-    """The first thing that is wrong with a document: key path, value, what was expected."""
+    """Describe the first mistake in a document: key path, value, and the expected value."""
     problems = error.errors(include_url=False)
-    # A misspelt key is missing under its name and unknown under the other; the latter says more.
+    # A misspelt key is an unknown one and a missing one; the unknown one says more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     where = key_path(first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -203,13 +203,13 @@ def explain(error: ValidationError, writer: str = "anabranch") -> str:
 
 
 def key_path(parts: tuple[int | str, ...]) -> str:
-    """Path of a value in a document, such as ``stages[3].devices[0]``."""
+    """Return the path of a value in a document, such as ``stages[3].devices[0]``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".")
 
 
 def read_text(path: Path) -> str:
-    """A file as text; raises FileFormatError if there is none, it is too large, or not UTF-8."""
+    """Read a file as text; FileFormatError if there is none, it is too large, or not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(LIMITS.file_bytes + 1)
@@ -233,7 +233,7 @@ def read_text(path: Path) -> str:
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file; raises OSError for a pipe, a device or whatever else may never end."""
+    """Read the bytes of a file; raises OSError for a pipe, a device and others that may not end."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
@@ -245,7 +245,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse(text: str, where: str) -> Any:
-    """Text as a JSON document; raises FileFormatError if it is none, or has a key twice."""
+    """Parse a JSON document; raises FileFormatError if it is none, or has a key twice."""
     if not text.strip():
         raise FileFormatError(f"{where} is empty; a JSON document was expected")
     twins: dict[int, str] = {}  # identity of an object -> its key that is written twice
@@ -310,7 +310,7 @@ def _article(kind: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: escaped, and not too long."""
+    """Return a value for a message: escaped, and not too long."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:
@@ -375,7 +375,7 @@ def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> No
 
 
 def build(path: FilePath, construct: Callable[[_File], _Core], file: _File) -> _Core:
-    """The core type of a validated document; raises FileFormatError where it refuses the values."""
+    """Construct the core type of a validated document; FileFormatError if it refuses the values."""
     try:
         return construct(file)
     except ValueError as error:

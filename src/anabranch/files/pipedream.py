@@ -1,6 +1,6 @@
 """PipeDream's ``graph.txt``, and DAPPLE's profiles, which have the same format.
 
-One line a node, one indented line (a tab, two spaces, or a space and a tab) an edge, in any order:
+A line is a node, an indented line (a tab, two spaces, or a space and a tab) an edge, in any order:
 
     node1 -- Input -- forward_compute_time=18.0, backward_compute_time=0.0, ...
     node2 -- Conv2d(3, 64) -- forward_compute_time=2.3, backward_compute_time=4.1,
@@ -9,17 +9,16 @@ One line a node, one indented line (a tab, two spaces, or a space and a tab) an 
 
 Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. Decided here:
 
-- ``Input`` nodes, whose time is that of loading data, are part of the batch, as in PipeDream's
+- ``Input`` nodes, whose time is the loading of data, are part of the batch, as in PipeDream's
   optimizer. So is a first node that costs nothing at all.
 - An activation size ``[a; b]`` is of several outputs; every edge carries the sum, as in PipeDream.
-- Kept for the backward is the output of every module, unless it overwrites its input or is a view
-  (``ReLU(inplace)``, ``View``, ``__getitem__``). What a module saves inside is in no column: for
-  modules as large as the layers of DAPPLE's BERT, memory is a lower bound.
+- The output of every module is kept for the backward, unless it overwrites its input or is a view
+  (``ReLU(inplace)``, ``View``, ``__getitem__``). Tensors that a module saves inside are in no
+  column: for modules as large as the layers of DAPPLE's BERT, memory is a lower bound.
 - ``stage_id``, which PipeDream's optimizer appends, is a plan and no measurement: ignored.
-- The samples of the mini-batch, in this order: what the caller says; DAPPLE's ``pbs-N`` in the file
-  name; the size of ``Input`` as images of 3 x 224 x 224 (or 3 x 299 x 299) in fp32; the output of
-  an ``Embedding`` of known width, which counts tokens. Else it is one sample, and the profile says
-  so.
+- The samples of the mini-batch come from the first of these: the caller; DAPPLE's ``pbs-N`` in the
+  file name; the size of ``Input`` as images of 3 x 224 x 224 (or 3 x 299 x 299) in fp32; the output
+  of an ``Embedding`` of known width, as tokens. Else it is one sample, and the profile says so.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ _ALIAS = re.compile(r"\w+\(.*\binplace(?!=False)|View\b|__getitem__\b")
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
-    """True if a file is for ``read_profile``: anything but JSON.
+    """Return True if a file is for ``read_profile``: anything but JSON.
 
     Raises:
-        FileFormatError: if there is no such file, or no text in it.
+        FileFormatError: if there is no such file, or it is no text.
     """
     return not read_text(Path(path)).lstrip().startswith("{")
 
 
 def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Profile:
-    """Read a profile in the format of PipeDream and DAPPLE, recognised by what it holds.
+    """Read a profile in the format of PipeDream and DAPPLE, recognised by its content.
 
     Args:
         path: the file.
-        samples: how many samples the profiled mini-batch had. By default what the file tells; where
-            it tells nothing, the whole of it is one sample.
+        samples: samples of the profiled mini-batch; by default as the file tells, or if it does not
+            tell, one for the whole mini-batch.
 
     Raises:
         FileFormatError: for anything but such a profile, naming file, line and value.
@@ -98,7 +97,7 @@ def _may_be_data(node: ImportedNode) -> bool:
 
 
 def _what(text: str) -> str:
-    """Description of a text that is no profile."""
+    """Describe a text that is no profile."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines:
         return "is empty"
@@ -113,7 +112,7 @@ def _what(text: str) -> str:
 
 
 def _mini_batch(nodes: list[ImportedNode], path: Path) -> tuple[int, str]:
-    """Samples of the profiled mini-batch, and what is to be said about them."""
+    """Return the samples of the profiled mini-batch, and a remark on them."""
     named = re.search(r"(?<![a-z])pbs-0*([1-9][0-9]{0,12})(?![0-9])", path.name)
     if named:
         return int(named[1]), ""
@@ -128,7 +127,7 @@ def _mini_batch(nodes: list[ImportedNode], path: Path) -> tuple[int, str]:
 
 
 def images(nbytes: float) -> int:
-    """Number of images of a usual size in so many bytes; 0 if not a whole one."""
+    """Return the number of images of a usual size in ``nbytes``; 0 if it is no whole number."""
     return next((int(nbytes) // image for image in IMAGES if _divides(image, nbytes)), 0)
 
 
@@ -137,7 +136,7 @@ def _divides(part: int, whole: float) -> bool:
 
 
 def _parse(text: str, file: str) -> tuple[list[ImportedNode], list[Edge]]:
-    """Nodes, and edges, whose bytes are still to come."""
+    """Return the nodes and edges of a text; bytes of edges are still missing."""
     nodes, edges = [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -201,7 +200,7 @@ def _columns(text: str, where: str) -> list[float]:
 
 
 def _numbers(name: str, text: str, where: str) -> list[float]:
-    """One number, or the list of an activation size."""
+    """Parse one number, or the list of an activation size."""
     items = [text]
     if name == "activation_size" and text.startswith("[") and text.endswith("]"):
         items = [item.strip() for item in text[1:-1].split(";")]

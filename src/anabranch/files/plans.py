@@ -1,4 +1,4 @@
-"""Plan files: the stages, what they run on, and what the simulator says about them."""
+"""Plan files: the stages, their devices, and the simulator's figures."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def load_plan(path: FilePath) -> Plan:
 
 
 def plan_from_dict(document: dict[str, Any]) -> Plan:
-    """A plan from what ``plan_to_dict`` gave on rank 0."""
+    """Return the plan of a document that ``plan_to_dict`` made on rank 0."""
     where = "the plan of rank 0"
     return build(where, _to_plan, validate(document, _PlanFile, where))
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The document that ``save_plan`` writes, which is also what the command line prints.
+    """Return the document that ``save_plan`` writes and the command line prints.
 
-    ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
-    user's own can be checked and simulated without that file; it is left out where the plan knows
-    the name alone, as ``model_size`` is in a plan made by hand. ``mode`` and ``policy`` are keys of
-    asynchronous plans only, ``round_robin``, ``shard_optimizer``, ``sparse_embeddings`` and
-    ``interrupted`` of those of which they are true, ``precision`` of those for bf16 or fp16.
+    ``machines`` has the cluster as in a cluster file, so that a plan for a cluster of the user can
+    be checked and simulated without that file. It is left out if the plan has only its name, as
+    ``model_size`` is in a plan made by hand. Only asynchronous plans have ``mode`` and ``policy``;
+    ``round_robin``, ``shard_optimizer``, ``sparse_embeddings`` and ``interrupted`` are written if
+    true, ``precision`` for bf16 and fp16.
     """
     graph, machines = plan.stage_graph, plan.machines
     document = document_fields(
@@ -94,11 +94,11 @@ _BESIDES = (
     *("planner", "profile", "model_size", "interrupted"),
     *("depth", "shape", "predicted", "notes"),
 )
-"""Keys of a plan that nothing is predicted from, besides those of how long its search took."""
+"""Keys of a plan on which no prediction depends, besides those for the seconds of its search."""
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Digest of all that a prediction follows from: it tells whether a plan was changed since."""
+    """Return a digest of everything on which predictions depend, to notice a changed plan."""
     kept = {k: v for k, v in document.items() if k not in _BESIDES and not k.endswith("_s")}
     # 1 and 1.0 are alike.
     alike = json.dumps(json.loads(json.dumps(kept), parse_int=float), sort_keys=True)
@@ -231,9 +231,9 @@ def _to_graph(file: _PlanFile) -> StageGraph:
 
 
 def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:
-    """The in-flight counts of the schedule where the file has none.
+    """Set the in-flight counts of the schedule if the file has none.
 
-    A schedule that does not exist, or does not fit the stages, is for users of the plan to refuse.
+    A schedule that does not exist, or does not fit the stages, is refused when the plan is used.
     """
     missing = [i for i, stage in enumerate(file.stages) if stage.in_flight is None]
     if not missing:

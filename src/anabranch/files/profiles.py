@@ -70,7 +70,7 @@ class _OperatorEntry(Strict):
 
 
 class _ValueEntry(Strict):
-    """A value by the names of the operators that make and read it."""
+    """A value, with names of the operators that make and read it."""
 
     name: NameOrNone
     producer: Name | None
@@ -112,7 +112,7 @@ class _ProfileFile(Strict):
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """The document that ``save_profile`` writes; what few profiles have is left out of others."""
+    """Return the document that ``save_profile`` writes, without rare keys at their defaults."""
     graph = profile.graph
     names = [op.name for op in graph.ops]
     values = [
@@ -141,7 +141,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
-    """The profile of a document; raises ValueError, which names the key, if it is none."""
+    """Return the profile of a document; ValueError, which names the key, if it is none."""
     costs = tuple(from_document(OpCost, op) for op in file.operators)
     return from_document(Profile, file, graph=_to_graph(file), costs=costs)
 
@@ -168,7 +168,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
 
 
 def _unique_index(names: Sequence[str]) -> dict[str, int]:
-    """Name -> position; raises ValueError for a name that occurs twice."""
+    """Return name -> position; ValueError for a name that occurs twice."""
     index: dict[str, int] = {}
     for i, name in enumerate(names):
         if index.setdefault(name, i) != i:

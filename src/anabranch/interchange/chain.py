@@ -1,4 +1,4 @@
-"""A plan as ``torch.distributed.pipelining`` sees it, or the reasons why it cannot be one.
+"""Conversion of a plan to a pipeline of ``torch.distributed.pipelining``, or reasons against it.
 
 PyTorch's pipelining runs chains: a stage sends to the next one only, all stages have the same equal
 micro-batches, and data parallelism repeats the whole pipeline, so all stages have as many replicas.
@@ -25,13 +25,13 @@ from anabranch.schedule import compute_order
 
 @dataclass(frozen=True)
 class StageChain:
-    """A pipeline of PyTorch's.
+    """A pipeline of PyTorch.
 
     Attributes:
         ranks: rank of each stage in a pipeline.
-        replicas: pipelines side by side, each with its slice of every micro-batch.
+        replicas: number of pipelines side by side, each with its slice of every micro-batch.
         microbatch_size: samples of a micro-batch in one pipeline.
-        num_microbatches: of a step.
+        num_microbatches: micro-batches of a step.
         csv: compute actions, a line per rank, as ``_PipelineScheduleRuntime._load_csv`` reads them.
     """
 
@@ -61,16 +61,16 @@ _ROW = (
 
 
 def require_chain(plan: Plan) -> None:
-    """Refuse a plan that is no pipeline of PyTorch's whatever its model; see ``chain_of``."""
+    """Refuse a plan that is no pipeline of PyTorch for any model; see ``chain_of``."""
     if reasons := [*_reasons(plan)]:
         raise not_expressible("PyTorch's pipelining", reasons, _ROW)
 
 
 def chain_of(plan: Plan, model: OpGraph) -> StageChain:
-    """Return a plan as a pipeline of PyTorch's.
+    """Convert a plan to a pipeline of PyTorch.
 
     Raises:
-        NotExpressibleError: with every reason why it is none.
+        NotExpressibleError: with every reason why that is impossible.
     """
     graph = plan.stage_graph
     if reasons := [*_reasons(plan), *_model_reasons(graph, model)]:
@@ -90,7 +90,7 @@ def chain_of(plan: Plan, model: OpGraph) -> StageChain:
 
 
 def not_expressible(program: str, reasons: list[str], way: str) -> NotExpressibleError:
-    """The error of a plan that another program has no form for; ``way`` is a way on."""
+    """Return the error for a plan that another program cannot express; ``way`` is a way on."""
     why = "; ".join(reasons)
     return NotExpressibleError(
         f"this plan has no form that {program} could read: {why}; {way}, or train with anabranch"
@@ -98,7 +98,7 @@ def not_expressible(program: str, reasons: list[str], way: str) -> NotExpressibl
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """Generate what PyTorch's pipelining cannot express of a plan."""
+    """Generate the reasons why PyTorch's pipelining cannot express a plan."""
     if plan.mode == "async":
         yield f"it is asynchronous ({plan.policy}), and PyTorch updates weights after every step"
     if plan.rewrites:
@@ -108,7 +108,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
 
 
 def _model_reasons(graph: StageGraph, model: OpGraph) -> Iterator[str]:
-    """Generate what it cannot express of a model in these stages."""
+    """Generate the reasons why it cannot express a model in these stages."""
     for source, target in _skipped(graph, model):
         reads = f"stage {target} reads a value of stage {source}"
         yield f"{reads}, and PyTorch sends to the next only"
@@ -136,7 +136,7 @@ def _edge_reasons(graph: StageGraph) -> Iterator[str]:
 
 
 def _skipped(graph: StageGraph, model: OpGraph) -> list[tuple[int, int]]:
-    """Edges whose values pass over a stage of a row; none of stages that form a graph."""
+    """Return edges of a chain whose values pass over a stage; none for stages that form a graph."""
     if graph.shape == "graph":
         return []
     return [(x, y) for x, y in edge_values(graph, model) if y > x + 1]

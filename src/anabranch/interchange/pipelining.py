@@ -24,15 +24,15 @@ class TorchPipeline:
     """This rank's stages under PyTorch's pipelining, with the schedule of the plan.
 
     ``modules`` can be changed before the first step (``fully_shard``, ``parallelize_module``, ...).
-    With replicas, gradients are averaged by whatever is applied to them, as DDP and FSDP do.
+    With replicas, the wrapper that is applied to them averages gradients, as DDP and FSDP do.
 
     Args:
         captured: the model of the plan, in training mode.
         group: ranks of one pipeline; by default all ranks, for a plan without replicas.
-        replica: which slice of every micro-batch this pipeline has.
+        replica: number of this pipeline, whose slice of every micro-batch it takes.
 
     Raises:
-        NotExpressibleError: if PyTorch's pipelining has no form for the plan.
+        NotExpressibleError: if PyTorch's pipelining cannot express the plan.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TorchPipeline:
 
     @cached_property
     def schedule(self) -> Any:
-        """PyTorch's schedule, made once the modules are as they are to be."""
+        """PyTorch's schedule, made at the first use, when the modules have been changed."""
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -96,14 +96,14 @@ class TorchPipeline:
         return schedule
 
     def step(self, batch: Batch) -> float | None:
-        """Forward and backward of a whole batch; gradients add up, the optimizer is the user's.
+        """Run forward and backward of a whole batch; gradients add up, the optimizer is the user's.
 
         Returns:
-            The loss on the rank of the last stage, else None: of this replica's samples, so that
-            its mean over replicas is the loss of the batch.
+            On the rank of the last stage the loss of this replica's samples, whose mean over
+            replicas is the loss of the batch; None on other ranks.
 
         Raises:
-            DataError: for a batch of another size than planned, on which PyTorch would fail.
+            DataError: for a batch of another size than planned, with which PyTorch would fail.
         """
         losses: list[Tensor] = []
         whole = self.captured.layout.flatten(batch)
@@ -115,12 +115,12 @@ class TorchPipeline:
             )
         tensors = self._own(whole)
         inputs: dict[str, Any] = {"batch": tensors} if tensors else {}
-        target = torch.zeros(self.chain.num_microbatches)  # of which PyTorch wants some
+        target = torch.zeros(self.chain.num_microbatches)  # PyTorch insists on targets
         self.schedule.step(**inputs, target=target, losses=losses, return_outputs=False)
         return float(torch.stack(losses).detach().sum()) if losses else None
 
     def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rows of this pipeline in the order of its micro-batches, of what its stages read."""
+        """Return this pipeline's rows of tensors that its stages read, by its micro-batches."""
         graph, count = self.chain.plan.stage_graph, self.chain.num_microbatches
         whole = self.captured.programs.with_statistics(tensors)
         slices = [slice(*graph.slice(0, m, self.replica)) for m in range(count)]

@@ -1,15 +1,15 @@
 """A stage as a plain ``nn.Module`` that calls the user's own submodules.
 
-A stage's program is a list of tensor operations. Those of a submodule that lies in the stage as a
-whole become one call of the user's module, under its full name, so that whatever is applied to it
-(``fully_shard``, ``parallelize_module``, ``quantize_``, hooks) has its effect::
+A stage's program is a list of tensor operations. If a whole submodule lies in the stage, its
+operations become one call of the user's module, under its full name, so that anything applied to it
+(``fully_shard``, ``parallelize_module``, ``quantize_``, hooks) takes effect::
 
     embedding                                    words(x)
     linear, relu, add, layer_norm      ->        layers.0(words)
     linear, relu                                 linear, relu       a cut goes through layers.1
 
-A call keeps its operations where arguments and results of the module are no plain containers of
-tensors, or something else reads what is inside.
+A module keeps its operations if its arguments or results are no plain containers of tensors, or if
+operations outside read values inside.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from anabranch.interchange.chain import StageChain
 
 @dataclass(frozen=True)
 class StageModules:
-    """Submodules per stage.
+    """Submodules of each stage.
 
     Attributes:
-        names: of each stage the largest submodules that lie in it as a whole; modules without
-            parameters are in each stage that calls them.
-        opened: modules that several stages hold parts of.
-        loose: of each stage parameters that belong to opened modules themselves.
+        names: largest submodules that lie as a whole in each stage; modules without parameters are
+            in each stage that calls them.
+        opened: modules with parts in several stages.
+        loose: parameters in each stage that belong directly to opened modules.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -97,10 +97,10 @@ class PlainStage:
     """A stage for PyTorch's pipelining.
 
     Attributes:
-        module: ``module(*inputs, batch=tensors)`` returns what the next stage takes; the last one
-            the loss, of shape [1]. Parameters and submodules are the model's own, by full names.
-        called: submodules of the user that it calls.
-        inputs: meta tensors like what it receives, ``outputs`` like what it returns.
+        module: ``module(*inputs, batch=tensors)`` returns the next stage's inputs, the last one the
+            loss, of shape [1]. Parameters and submodules are the model's own, by full names.
+        called: names of the user's submodules that it calls.
+        inputs: meta tensors like its inputs, and ``outputs`` like its outputs.
         leaves: names of the batch's tensors that it reads.
     """
 
@@ -123,7 +123,7 @@ def plain_stages(
 
     Args:
         captured: the model, in training mode.
-        device: where constants are made; by default where the parameters are.
+        device: device of constants; by default that of the parameters.
     """
     graph, samples = chain.plan.stage_graph, chain.microbatch_size
     parts = split(captured, [stage.operators for stage in graph.stages])
@@ -154,7 +154,7 @@ def plain_stages(
 
 
 class _Builder:
-    """The graph of a stage, in which calls of submodules take the place of operations.
+    """Builder of the graph of a stage, in which calls of submodules replace operations.
 
     Attributes:
         called: submodules that are called, by name.
@@ -195,7 +195,7 @@ class _Builder:
                     self.instances.setdefault(instance, set()).add(node.name)
 
     def call(self, name: str) -> None:
-        """Let the user's submodule compute what its operations do; its children where it cannot."""
+        """Call the user's submodule in place of its operations, or else its children."""
         stem = f"module.{name}"
         calls = [c for c in self.instances if c == stem or c.startswith(f"{stem}@")]
         kept = [instance for instance in calls if not self._replaced(instance, name)]
@@ -204,7 +204,7 @@ class _Builder:
                 self.call(f"{name}.{child}")
 
     def _replaced(self, instance: str, name: str) -> bool:
-        """Put a call of the submodule in, unless something says that it would differ."""
+        """Insert a call of the submodule if it is certain to compute the same; True if it is."""
         signature = self.signatures.get(instance)
         inside = [n for n in self.graph.nodes if CALL in n.meta and instance in _instances(n)]
         within, values = set(inside), list[Any]()
@@ -234,7 +234,7 @@ class _Builder:
             with self.graph.inserting_before(inside[0]):
                 new = self.graph.call_module(name, args, kwargs)
                 taken = {n: self.graph.call_function(_leaf, (new, results[n])) for n in seen}
-        except NotImplementedError:  # an argument that fx has no form for
+        except NotImplementedError:  # an argument that fx cannot express
             return False
         for node, leaf in taken.items():
             outside = node.users.keys() - within
@@ -276,11 +276,11 @@ class _Builder:
 
 
 def _instances(node: fx.Node) -> list[str]:
-    """Calls of submodules that a node belongs to: path, with @1 for the second call of one."""
+    """Return the calls of submodules to which a node belongs: paths, with @1 for a second call."""
     keys = node.meta.get("nn_module_stack", {}) if frame(node) else ()
     return [str(key).removeprefix("L__self__") for key in keys]
 
 
 def _leaf(result: Any, index: int) -> Any:
-    """A tensor in what a submodule returned."""
+    """Return a tensor from the result of a submodule."""
     return tree_leaves(result)[index]

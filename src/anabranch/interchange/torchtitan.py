@@ -21,7 +21,7 @@ def torchtitan_options(plan: Plan, captured: Captured, chain: StageChain) -> dic
     ``model_part`` is the submodule that is torchtitan's model; empty for the whole module.
 
     Raises:
-        NotExpressibleError: with every reason why torchtitan has no form for the plan.
+        NotExpressibleError: with every reason why torchtitan cannot express the plan.
     """
     stages = plan.stage_graph.stages
     modules = stage_modules(split(captured, [stage.operators for stage in stages]))
@@ -62,7 +62,7 @@ def torchtitan_options(plan: Plan, captured: Captured, chain: StageChain) -> dic
 
 
 def _model_part(module: nn.Module, modules: StageModules) -> str:
-    """Return the innermost opened module, no list, that all parameters are in."""
+    """Return the innermost opened module, no list, that contains all parameters."""
     names = [name for name, _ in module.named_parameters()]
     parts = [
         path
@@ -74,7 +74,7 @@ def _model_part(module: nn.Module, modules: StageModules) -> str:
 
 
 def _name_reasons(module: nn.Module, modules: StageModules, root: str) -> list[str]:
-    """Sentences on cuts that no names of children or list entries describe."""
+    """Return sentences on cuts other than between children and between list entries."""
     cut: list[str] = []
     for path in modules.opened:
         part = module.get_submodule(path)

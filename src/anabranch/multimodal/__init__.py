@@ -1,3 +1,3 @@
-"""Vision-language models of transformers as they are, cut by samples."""
+"""Unchanged vision-language models of transformers, with batches that can be cut by samples."""
 
 from anabranch.multimodal.batches import multimodal_batch as multimodal_batch

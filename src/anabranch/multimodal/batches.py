@@ -1,4 +1,4 @@
-"""Batches of vision-language models, and the calls of these models that can be cut by samples."""
+"""Batches of vision-language models, and calls of these models, that can be cut by samples."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _KINDS: tuple[tuple[str, Encoder], ...] = (
     ("pixel_attention_mask", Tiled()),
     ("pixel_values", VisionTower()),
 )
-"""Argument of ``get_image_features``, or method -> encoder; the first that there is decides."""
+"""Argument of ``get_image_features``, or method -> encoder; the first one that exists decides."""
 
 _ENCODERS: WeakKeyDictionary[nn.Module, dict[str, Encoder]] = WeakKeyDictionary()
-"""Model -> its encoders, which have run on the meta device."""
+"""Model -> its encoders, which have been tried on the meta device."""
 
 
 def multimodal_batch(
@@ -55,28 +55,28 @@ def multimodal_batch(
     share: int = 1,
     balance: Literal["cost", "none"] = "cost",
 ) -> PackedBatch:
-    """A batch of a vision-language model of transformers that can be cut by samples.
+    """Return a batch of a vision-language model of transformers that can be cut by samples.
 
-    Call it where batches are made, on what the model's processor gives, with ``labels``. The batch
-    is then what a ``Workload`` takes as example and as data. Every sample gets the same number of
-    slots for images; slots that it does not fill hold zeros that nothing reads.
+    Call it where batches are made, on the output of the model's processor with ``labels``. A
+    ``Workload`` takes the result as example and as data. Every sample gets the same number of slots
+    for images; slots that it does not fill hold zeros that nothing reads.
 
     Args:
-        model: of a class in the table of ``docs/multimodal.md``; its weights are not used.
-        batch: as the model itself takes it.
-        images: slots of a sample, or the numbers of slots that the workload has buckets for, of
-            which the least that will do is taken; by default as many as the batch needs.
-        patches: likewise the patches of a slot, for models that take packed patches, and its tiles,
-            for LLaVA-NeXT and LLaVA-OneVision.
-        sounds, chunks: likewise for sounds.
-        share: samples of a micro-batch that share their slots, of which there are ``images`` per
-            sample on average then; a micro-batch of every stage is a multiple of it.
-        balance: samples that share slots cost alike: the batch is in another order, which changes
-            neither loss nor gradients but for rounding; or "none", in the order in which they are.
+        model: a model of a class in the table of ``docs/multimodal.md``; its weights are not used.
+        batch: a batch as the model itself takes it.
+        images: slots of a sample, or all numbers of slots for which the workload has buckets, of
+            which the smallest sufficient one is taken; by default as many as the batch needs.
+        patches: patches of a slot, given in the same way, for models that take packed patches; its
+            tiles for LLaVA-NeXT and LLaVA-OneVision.
+        sounds, chunks: slots for sounds, and chunks of a slot, given in the same way.
+        share: samples of a micro-batch that share their slots; there are then ``images`` slots per
+            sample on average. A micro-batch of every stage is a multiple of it.
+        balance: with "cost" samples are reordered so that all groups that share slots cost alike,
+            which changes loss and gradients by rounding only; with "none" they keep their order.
 
     Raises:
-        DataError: if the model's class is not known; or a sample has other numbers of placeholder
-            tokens than of features, which would move into the next sample.
+        DataError: if the model's class is not known; or a sample has not as many placeholder tokens
+            as features, which would move into the next sample.
     """
     config: Any = getattr(model, "config", None)
     encoders = _encoders_of(model)
@@ -133,15 +133,15 @@ def multimodal_batch(
 
 
 def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
-    """Encoders of images and sounds, in the order in which a model takes them; DataError for a
-    model that takes no encoded images, or whose images it cannot encode slot by slot.
+    """Return the encoders of sounds and images, in the order in which a model takes them; DataError
+    for a model that takes no encoded images, or cannot encode them slot by slot.
     """
     if model not in _ENCODERS:
         try:
             encoders = _chosen(model)
             for encoder in encoders.values():
                 one = encoder.inputs(model, encoder.one(model.config), None).tensors
-                # The others have counted the features of an image, or ask for values.
+                # Others have counted the features of an image already, or need values.
                 if isinstance(encoder, PackedPatches | Sounds | Sized):
                     slots = {name: tensor[None].to("meta") for name, tensor in one.items()}
                     with torch.no_grad():
@@ -159,13 +159,13 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
 
 
 def _encoder_arguments(model: Any, part: str) -> Mapping[str, inspect.Parameter]:
-    """Arguments of the method that encodes images or sounds; none where a model has no such."""
+    """Return the arguments of the method that encodes images or sounds; none without a method."""
     method = getattr(getattr(model, "model", None), f"get_{part}_features", None)
     return {} if method is None else inspect.signature(method).parameters
 
 
 def _chosen(model: nn.Module) -> dict[str, Encoder]:
-    """Encoders by what the model's methods take; DataError where there is none for its images."""
+    """Choose encoders by arguments of the model's methods; DataError if none fits its images."""
     arguments = _encoder_arguments(model, "image")
     if (
         not arguments
@@ -202,7 +202,7 @@ def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Siz
 def _positions(
     model: Any, own: dict[str, Tensor], given: Mapping[str, Tensor], images: list[int] | None
 ) -> Tensor:
-    """Positions of the tokens, of which those of an image have three, by the library's function."""
+    """Return the positions of tokens by the library's function; tokens of images have three."""
     tokens = own["input_ids"]
     options: dict[str, Any] = {"image_grid_thw": given.get("image_grid_thw")}
     own.setdefault("attention_mask", torch.ones_like(tokens))
@@ -241,10 +241,10 @@ class Multimodal:
     """Packing of a vision-language model.
 
     Attributes:
-        parts: images or sounds, their encoder, and the names of the tensors with slots for them.
-        has_positions: whether the batch's positions were made here.
+        parts: ("image" or "audio", encoder, names of its tensors with slots).
+        has_positions: whether the positions of the batch were made here.
         share: samples that share their slots.
-        is_counted: whether the model is told how many images a sample has.
+        is_counted: whether the model gets the number of images of each sample.
     """
 
     parts: tuple[tuple[str, Encoder, tuple[str, ...]], ...]
@@ -253,7 +253,7 @@ class Multimodal:
     is_counted: bool
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
-        """Call the model as it is, or so that its operations do not depend on the data."""
+        """Call the model unchanged, or ``traced``, so that its operations do not depend on data."""
         own = {**tensors, "use_cache": False}
         inputs = {part: {name: own.pop(name) for name in names} for part, _, names in self.parts}
         counts = {part: own.pop(f"{part}_counts") for part in inputs}
@@ -275,8 +275,8 @@ class Multimodal:
 
 @contextmanager
 def _gathered(model: Any, index: list[Tensor], share: int, sounds: Any) -> Iterator[dict[str, Any]]:
-    """Inside, features come to their tokens by an index within their sample, so that a sample's
-    features stay in it. Yields further arguments of the model.
+    """Inside, features get to their tokens by an index within the sample, so that the features of a
+    sample stay in it. Yields further arguments of the model.
     """
     images, left = index[-1:], list(index)
 

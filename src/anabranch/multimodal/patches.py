@@ -1,7 +1,7 @@
 """Families of models that take packed patches: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and their kind.
 
-A slot holds the patches of one image, padded. Attention is inside of *segments*, which are images,
-frames or windows, by a mask; patches that are padding see each other alone. Positions, windows and
+A slot holds the patches of one image, padded. A mask keeps attention inside *segments*, which are
+images, frames or windows; padding patches attend only to each other. Positions, windows and
 interpolation come from the library's own functions, relative to the image.
 """
 
@@ -35,7 +35,7 @@ class PackedPatches:
     names = ("pixel_values", _SIZES)
 
     def one(self, config: Any) -> dict[str, Tensor]:
-        """A batch with one image."""
+        """Return a batch with one image."""
         vision, merge = config.vision_config, config.vision_config.spatial_merge_size
         channels = getattr(vision, "in_channels", None) or vision.num_channels
         width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
@@ -43,7 +43,7 @@ class PackedPatches:
         return {"pixel_values": torch.zeros(merge**2, width), _SIZES: grids}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
-        """The images, each with positions and segments of its patches."""
+        """Return the images, each with positions and segments of its patches."""
         visual, pixels = _visual(model), batch["pixel_values"]
         grids, unit = self._grids(model, batch), visual.spatial_merge_size**2
         lengths = grids.prod(-1).tolist()
@@ -61,7 +61,7 @@ class PackedPatches:
         return Inputs(tensors, rows, length // unit)
 
     def _grids(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Frames, height and width of each image, in patches."""
+        """Return frames, height and width of each image, in patches."""
         patches, grids = batch["pixel_values"], batch[_SIZES]
         is_table = grids.dim() == 2 and grids.shape[1] == 3
         if is_table and int(grids.prod(-1).sum()) == len(patches):
@@ -104,7 +104,7 @@ class PackedPatches:
         return result | {"rows": rows}
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """The model's own arguments."""
+        """Return the model's own arguments."""
         grids = slots.filled(tensors[_SIZES])
         pixels = slots.filled(tensors["pixel_values"])
         numbers = torch.arange(pixels.shape[1], device=pixels.device)
@@ -126,17 +126,17 @@ class PackedPatches:
 
 
 def _visual(model: Any) -> Any:
-    """The module that encodes patches, which takes the sizes of images."""
+    """Return the module that encodes patches: the one that takes the sizes of images."""
     return next(part for part in model.model.children() if "grid_thw" in _taken(part))
 
 
 def _taken(module: nn.Module) -> Collection[str]:
-    """Arguments of a module's forward."""
+    """Return the arguments of a module's forward."""
     return inspect.signature(module.forward).parameters
 
 
 def _segments(bounds: Tensor) -> Tensor:
-    """The number of the segment of each patch, by the bounds of segments."""
+    """Return the number of the segment of each patch, from the bounds of segments."""
     lengths = (bounds[1:] - bounds[:-1]).long()
     return torch.arange(len(lengths)).repeat_interleave(lengths.cpu())
 
@@ -150,13 +150,13 @@ def _padded(name: str, value: Tensor, size: int) -> Tensor:
 
 
 def _shaped(visual: nn.Module) -> set[Any]:
-    """Classes of an encoder's parts that look up the size of each patch's image."""
+    """Return classes of an encoder's parts that take the size of each patch's image."""
     return {type(part) for part in visual.modules() if "image_shapes" in _taken(part)}
 
 
 def inside(segments: Tensor) -> list[tuple[Any, str, Any]]:
-    """Attributes by which attention of transformers stays inside of segments ``[slots, patches]``
-    of tensors that are ``UNDIVIDED``.
+    """Return attributes by which attention of transformers stays inside segments ``[slots,
+    patches]``, for tensors that are ``UNDIVIDED``.
     """
     from transformers import AttentionInterface
 
@@ -182,26 +182,26 @@ def _split(values: Tensor, sizes: Any, dim: int = 0) -> Any:
 
 
 UNDIVIDED: tuple[Any, str, Any] = (torch, "split", _split)
-"""Attribute by which a list of lengths without any entry leaves a tensor undivided."""
+"""Attribute that makes ``torch.split`` by an empty list of lengths leave a tensor undivided."""
 
 
 @dataclass(frozen=True)
 class _SizesByPatch:
-    """Sizes of each patch's image, for code that looks up those of images and repeats them."""
+    """Sizes of each patch's image, for code that looks up sizes by image and repeats them."""
 
     sizes: Any
 
     def __getitem__(self, index: tuple[Any, int]) -> Tensor:
         column: Tensor = self.sizes[:, index[1]]
-        return column.clamp(min=1)  # also of padding
+        return column.clamp(min=1)  # padding has zeros
 
 
 @contextmanager
 def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
-    """Inside, attention of an encoder is given segments ``[slots, patches]`` in place of bounds,
-    windows are indices relative to their slot, and nothing is put back into order after them.
-    ``shapes`` are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders that
-    interpolate positions themselves.
+    """Inside, attention of an encoder gets segments ``[slots, patches]`` in place of bounds, window
+    indices are relative to their slot, and patches stay in the order of windows. ``shapes`` are the
+    sizes of each patch's image, ``[slots * patches, 3]``, for encoders that interpolate positions
+    themselves.
     """
 
     def forward(plain: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Slots of samples for images: which image is in which, and which feature each token takes.
+"""Slots of samples for images: the slot of each image, and the feature of each token.
 
-With slots of its own, every sample is computed as if it had as many images as the largest. Shared
-by the samples of a micro-batch, slots are as many as the fullest micro-batch needs, and samples are
-dealt to micro-batches so that all have alike::
+If every sample has its own slots, it is computed as if it had as many images as the largest one. If
+the samples of a micro-batch share slots, there are as many as the fullest micro-batch needs, and
+samples are dealt to micro-batches so that all need about as many::
 
     images of samples     4 1 1 1 | 4 4 1 2 | 3 1 1 1      slots of a micro-batch
     each its own          4 4 4 4   4 4 4 4   4 4 4 4      16
@@ -23,7 +23,7 @@ from torch import Tensor
 from anabranch.errors import DataError
 
 Sizes = int | Sequence[int] | None
-"""A size, or some of which the least that will do is taken; None for what is needed."""
+"""A size, or several, of which the smallest sufficient one is taken; None for the size needed."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Inputs:
     """Images or sounds of a batch.
 
     Attributes:
-        tensors: name -> one entry per image.
-        rows: per image, the rows of its slot that its tokens take in order; -1: last of a sample.
+        tensors: name -> tensor with one entry per image.
+        rows: rows of its slot that each image's tokens take, in order; -1: last row of the sample.
         slot_rows: rows of a slot's features.
-        per_sample: images of each sample, where the batch tells.
+        per_sample: number of images of each sample, if the batch tells.
     """
 
     tensors: Mapping[str, Tensor]
@@ -43,12 +43,12 @@ class Inputs:
     per_sample: Sequence[int] | None = None
 
     def none(self) -> Inputs:
-        """A batch of the same sizes without any image."""
+        """Return inputs of the same sizes without any image."""
         tensors = {name: tensor[:0] for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, rows=(), per_sample=None)
 
     def reordered(self, order: Sequence[int], counts: Sequence[int]) -> Inputs:
-        """The same images in another order of the samples, which have had so many each."""
+        """Return the same images in another order of the samples, which have ``counts`` images."""
         starts = [sum(counts[:sample]) for sample in range(len(counts))]
         places = [starts[s] + i for s in order for i in range(counts[s])]
         tensors = {name: tensor[places] for name, tensor in self.tensors.items()}
@@ -57,8 +57,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Slots:
-    """Images of each sample, which fill the first slots of the ``share`` samples that share them;
-    ``is_counted`` if the batch has said how many.
+    """Numbers of images of samples; they fill the first slots of ``share`` samples that share them.
+
+    Attributes:
+        counts: images of each sample.
+        is_counted: whether the batch has told these numbers.
     """
 
     counts: Tensor
@@ -70,12 +73,12 @@ class Slots:
         return numbers < self.counts.view(-1, self.share).sum(1)[:, None]
 
     def filled(self, tensor: Tensor) -> Tensor:
-        """The entries of a tensor ``[samples, slots, ...]`` that hold an image."""
+        """Return the entries of a tensor ``[samples, slots, ...]`` that hold an image."""
         groups = tensor.reshape(-1, self.share * tensor.shape[1], *tensor.shape[2:])
         return groups[self._is_filled(tensor.shape[1])]
 
     def put(self, tensor: Tensor, slots: int) -> Tensor:
-        """Entries of images, in order, as ``[samples, slots, ...]``."""
+        """Put the entries of images, in order, into ``[samples, slots, ...]``."""
         is_filled = self._is_filled(slots)
         result = tensor.new_zeros(*is_filled.shape, *tensor.shape[1:])
         result[is_filled] = tensor
@@ -83,10 +86,10 @@ class Slots:
 
 
 def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
-    """Images of each sample, by its placeholder tokens.
+    """Return the number of images of each sample, from its number of placeholder tokens.
 
     Raises:
-        DataError: if a sample's tokens are not as many as the features of its inputs.
+        DataError: if a sample has not as many tokens as features of its images.
     """
     lengths, counts, first = [len(rows) for rows in inputs.rows], [], 0
     for sample, wanted in enumerate(tokens):
@@ -117,10 +120,10 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
 
 
 def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extra: int) -> Tensor:
-    """Per token, the row of its feature among those of samples that share slots; 0 for others.
+    """Return each token's row of features, counted over samples that share slots; 0 without one.
 
     Args:
-        extra: rows of a sample after those of its slots, the last of which -1 stands for.
+        extra: rows of a sample behind those of its slots; -1 in ``Inputs.rows`` is the last.
     """
     result = torch.zeros(is_token.shape, dtype=torch.long)
     last, first = slots * inputs.slot_rows + extra, 0
@@ -137,7 +140,7 @@ def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extr
 
 
 def most(needed: int, allowed: Sizes, what: str, argument: str) -> int:
-    """Slots of a sample: the least of those allowed that hold all that are needed, at least one."""
+    """Return the smallest allowed size that is at least ``needed``; DataError if none is."""
     sizes = [max(needed, 1)] if allowed is None else allowed
     fitting = [size for size in ([sizes] if isinstance(sizes, int) else sizes) if size >= needed]
     if not fitting:
@@ -149,8 +152,8 @@ def most(needed: int, allowed: Sizes, what: str, argument: str) -> int:
 
 
 def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
-    """Samples in an order in which every ``share`` of them cost alike, costly ones first to the
-    group that has cost least so far; or as they are.
+    """Return an order of samples in which all groups of ``share`` cost about alike: the costliest
+    first, each to the group that costs least so far. Without ``by_cost`` the order stays.
 
     Raises:
         DataError: if the samples are no multiple of ``share``.
@@ -171,8 +174,8 @@ def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
 
 
 def take_rows(features: Tensor, index: Tensor, share: int) -> Tensor:
-    """Take for each token, of an index ``[samples, tokens]``, a row of ``[samples, rows, d]``; rows
-    are counted through the ``share`` samples that share them.
+    """Take a row of features ``[samples, rows, d]`` for each token of an index ``[samples,
+    tokens]``; rows are counted over the ``share`` samples that share them.
     """
     if share > 1:
         taken: Tensor = _operator()(features, index, share)
@@ -181,7 +184,7 @@ def take_rows(features: Tensor, index: Tensor, share: int) -> Tensor:
 
 
 def _require_multiple(samples: int, share: int) -> None:
-    if isinstance(samples, int) and samples % share:  # and no symbol of a tracer
+    if isinstance(samples, int) and samples % share:  # not for symbols of a tracer
         raise ValueError(
             f"{share} samples share their slots (share={share} of multimodal_batch), so a stage "
             f"computes a multiple of {share} at once, not {samples}"
@@ -196,7 +199,7 @@ def _grouped(features: Tensor, index: Tensor, share: int) -> tuple[Tensor, Tenso
 
 @cache
 def _operator() -> Any:
-    """An operator of its own, as a graph would not show what samples of a micro-batch share."""
+    """Return a custom operator: plain operations would not show in a graph that samples share."""
 
     @torch.library.custom_op("anabranch::take_rows", mutates_args=())
     def take(features: Tensor, index: Tensor, share: int) -> Tensor:

@@ -23,13 +23,13 @@ class Sounds:
     names = ("input_features", "feature_attention_mask")
 
     def one(self, config: Any) -> dict[str, Tensor]:
-        """A batch with one sound."""
+        """Return a batch with one sound."""
         audio = config.audio_config
         features = torch.zeros(1, audio.num_mel_bins, 2 * audio.n_window)
         return {"input_features": features, "feature_attention_mask": features[:, 0].long() + 1}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
-        """The sounds in chunks, with the pairs of positions that a token is the mean of."""
+        """Return the sounds in chunks, with the pair of positions whose mean each token takes."""
         tower = model.model.audio_tower
         file, window = sys.modules[type(tower).__module__], tower.n_window
         lengths = batch["feature_attention_mask"].sum(1)
@@ -56,7 +56,7 @@ class Sounds:
         return Inputs(tensors, rows, chunks * window // 2)
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """The model's own arguments."""
+        """Return the model's own arguments."""
         lengths = slots.filled(tensors["audio_lengths"]).sum(1)
         features = slots.filled(tensors["audio_features"]).transpose(1, 2).flatten(2, 3)
         numbers = torch.arange(features.shape[2], device=features.device)

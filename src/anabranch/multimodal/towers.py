@@ -1,7 +1,6 @@
 """Families whose images go through a tower singly: LLaVA, PaliGemma, InternVL, Idefics3, Gemma3.
 
-A sample has as many slots for images as the batch asks for; slots without an image hold zeros. No
-token reads their features, so they change nothing but the time.
+Slots without an image hold zeros. No token reads their features, so they only take time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from anabranch.multimodal.patches import UNDIVIDED, inside
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 _FEATURES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], int]] = WeakKeyDictionary()
-"""Model -> features of an image, by the shape of the image."""
+"""Model -> {shape of an image: number of its features}."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +35,20 @@ class VisionTower:
     names: ClassVar[tuple[str, ...]] = ("pixel_values",)
 
     def one(self, config: Any) -> dict[str, Tensor]:
-        """A batch with one image."""
+        """Return a batch with one image."""
         size = _pair(config.vision_config.image_size)
         one = {"pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
         return {name: one[name] for name in self.names if name in one}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
-        """The images of a batch, whose number of features is known."""
+        """Return the images of a batch, with the rows of their features."""
         pixels = batch["pixel_values"]
         count = self.features(model, tuple(pixels.shape[1:]))
         rows = torch.arange(count)
         return Inputs({"pixel_values": pixels}, [rows] * len(pixels), count)
 
     def features(self, model: nn.Module, shape: tuple[int, ...]) -> int:
-        """Features of an image ``[3, height, width]`` or of tiles, by the model's code on meta."""
+        """Count features of an image ``[3, height, width]`` or of tiles, by the model on meta."""
         known = _FEATURES.setdefault(model, {})
         if shape not in known:
             bare: Any = on_meta(model)
@@ -60,12 +59,12 @@ class VisionTower:
         return known[shape]
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """The model's own arguments."""
+        """Return the model's own arguments."""
         return {name: slots.filled(tensors[name]) for name in self.names if name in tensors}
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-        """Encode all slots with the library's own code, where ``list(features)`` of all images,
-        which are joined again, keeps them in one piece.
+        """Encode all slots with the library's own code. Its ``list(features)`` splits features by
+        image before they are joined again; here they stay in one piece.
         """
         with with_attributes([(_file_of(model), "list", _in_one_piece)]):
             return model.model.get_image_features(
@@ -80,11 +79,11 @@ class Tiled(VisionTower):
     names = ("pixel_values", "pixel_attention_mask")
 
     def one(self, config: Any) -> dict[str, Tensor]:
-        """A batch with one image."""
+        """Return a batch with one image."""
         return {"pixel_values": super().one(config)["pixel_values"][None]}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
-        """Images that are not empty, and their samples."""
+        """Return the images that are not empty, and their number in each sample."""
         pixels = batch["pixel_values"]
         is_real = (pixels != 0).flatten(2).any(2)
         config, side = model.config, pixels.shape[-1]
@@ -96,18 +95,18 @@ class Tiled(VisionTower):
         return Inputs(tensors, rows, count, per_sample=is_real.sum(1).tolist())
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """The model's own arguments: as many slots as the sample with the most images has."""
+        """Return the model's own arguments, with as many slots as the sample with most images."""
         own = replace(slots, share=1)
         most_images = int(slots.counts.max())
         return {name: own.put(slots.filled(t), most_images) for name, t in tensors.items()}
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-        """Encode all slots, without the search for those that are not empty."""
+        """Encode all slots, without the library's search for images that are not empty."""
         pixels, inner = tensors["pixel_values"].flatten(0, 1), model.model
         size = model.config.vision_config.patch_size
         mask = tensors.get("pixel_attention_mask")
         if mask is not None:
-            # An empty slot sees itself, or its softmax would be of nothing.
+            # An empty slot attends to itself, as a softmax needs an entry.
             mask = (mask | ~mask.flatten(2).any(2)[..., None, None]).flatten(0, 1)
             parts = mask.reshape(len(mask), mask.shape[1] // size, size, -1, size)
             mask = parts.any(4).any(2)
@@ -121,19 +120,19 @@ class Tiled(VisionTower):
 
 @dataclass(frozen=True)
 class Packed(VisionTower):
-    """LLaVA-NeXT and LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features
-    are arranged by the size of the whole image and parted by a learned line break.
+    """LLaVA-NeXT and LLaVA-OneVision: images ``[images, tiles, 3, height, width]``. Their features
+    are arranged by the size of the whole image, with a learned line break between rows.
     """
 
     names = ("pixel_values", "image_sizes", "batch_num_images")
 
     def one(self, config: Any) -> dict[str, Tensor]:
-        """A batch with one image."""
+        """Return a batch with one image."""
         one = super().one(config)
         return {**one, "pixel_values": one["pixel_values"][None]}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
-        """The images, with the rows that the library's own arrangement takes."""
+        """Return the images, with rows as the library's own code arranges them."""
         pixels, sizes = batch["pixel_values"], batch["image_sizes"]
         config, vision = model.config, model.config.vision_config
         count = self.features(model, (1, *pixels.shape[2:])) - 1  # and a line break
@@ -160,12 +159,12 @@ class Packed(VisionTower):
         return Inputs(tensors, rows, slot_tiles * count, per_sample=per_sample)
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """The model's own arguments."""
+        """Return the model's own arguments."""
         own = super().own(tensors, slots)
         return own | ({"batch_num_images": slots.counts} if slots.is_counted else {})
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-        """Encode the tiles of all slots; rows are arranged where tokens read them."""
+        """Encode the tiles of all slots; rows are arranged later, when tokens take them."""
         inner, pixels = model.model, tensors["pixel_values"]
         samples, sizes = pixels.shape[0], torch.zeros(0, 2, dtype=torch.long)
         unpacked = (type(inner), "pack_image_features", lambda _, parts, *__, **___: (parts, None))
@@ -180,14 +179,14 @@ class Packed(VisionTower):
 
 @dataclass(frozen=True)
 class Sized(VisionTower):
-    """Models with images ``[images, 3, height, width]`` of which ``image_sizes`` tells what is
-    padding: those with the tower of Pixtral, which encodes the patches of all images in a row.
+    """Models with images ``[images, 3, height, width]``, padded beyond their ``image_sizes``: those
+    with the tower of Pixtral, which encodes the patches of all images in one sequence.
     """
 
     names = ("pixel_values", "image_sizes")
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
-        """The images, with segments that part patches of an image from padding."""
+        """Return the images, with segments that separate their patches from padding."""
         pixels, sizes = batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
         patch, merge = _patch_sizes(model)
         height, width = (side // patch for side in pixels.shape[2:])
@@ -202,8 +201,8 @@ class Sized(VisionTower):
         return Inputs(tensors | {"image_segments": torch.stack(segments)}, rows, features.numel())
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-        """Encode all slots in a row, each as one image with its padding, with the library's own
-        code; attention is inside of segments.
+        """Encode all slots in one sequence, each as an image with its padding, with the library's
+        own code; attention stays inside segments.
         """
         pixels, inner = tensors["pixel_values"].flatten(0, 1), model.model
         patch, merge = _patch_sizes(model)
@@ -225,7 +224,7 @@ class Sized(VisionTower):
             (_file_of(tower), "zip", lambda patches, _: [(patches.transpose(0, 1), size)]),
             (_file_of(tower), "generate_block_attention_mask", lambda *_: None),
             (rotary, "forward", positions),
-            (torch, "as_tensor", lambda sizes, **_: sizes),  # which are not on the device
+            (torch, "as_tensor", lambda sizes, **_: sizes),  # no copy of sizes to the device
             *inside(tensors["image_segments"].flatten(0, 1)),
         ]
         mergers = {type(part) for part in inner.modules() if hasattr(part, "merging_layer")}
@@ -236,24 +235,24 @@ class Sized(VisionTower):
 
 
 def pixtral_tower(model: Any) -> nn.Module | None:
-    """The tower of a model that encodes the patches of all images in a row, if it is such."""
+    """Return the tower that encodes the patches of all images in one sequence, if there is one."""
     parts = model.model.children()
     return next((part for part in parts if hasattr(part, "patch_positional_embedding")), None)
 
 
 def _patch_sizes(model: Any) -> tuple[int, int]:
-    """Pixels along a patch, and patches along a feature."""
+    """Return the pixels along a patch, and the patches along a feature."""
     return model.config.vision_config.patch_size, getattr(model.config, "spatial_merge_size", 1)
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    """Height and width of a size, which is one number where both are equal."""
+    """Return height and width of a size, which may be one number for both."""
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return int(height), int(width)
 
 
 def _file_of(model: nn.Module) -> Any:
-    """The Python module that a model's class is defined in."""
+    """Return the Python module that defines a model's class."""
     return sys.modules[type(model).__module__]
 
 
@@ -262,7 +261,7 @@ def _in_one_piece(values: Any) -> list[Any]:
 
 
 def _arranged(model: Any, index: Tensor, size: Tensor, image: int) -> Tensor:
-    """Rows that an image's tokens take; -1 for the line break."""
+    """Return the rows that an image's tokens take; -1 for the line break."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise DataError(

@@ -5,8 +5,8 @@
     C3  device sets are disjoint, inside the cluster, and together all of it
 
 A plan made by hand may have several stages on a device (``shared``) and leave devices out
-(``idle``): its ranks are the devices that it has, in ascending order. Edges beyond those of the
-data are allowed: they order stages. C4, the order inside a stage, is for ``schedule.check``.
+(``idle``): its ranks are its devices, in ascending order. Stage edges without an operator edge are
+allowed: they order stages. C4, the order inside a stage, is for ``schedule.check``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def check(
             schedule keeps.
         cost: prices of memory, and the sample counts covered by the profile: the largest and the
             smallest slice of every micro-batch must be covered.
-        versions: per stage, versions of its weights that are held; empty for one everywhere.
+        versions: weight versions that each stage holds; empty for one everywhere.
         shared: a device may hold several stages, as in plans made by hand.
-        idle: a device may hold no stage, likewise.
+        idle: a device may hold no stage, as in plans made by hand.
     """
     if problems := too_many_microbatches(graph):
         return problems
@@ -244,7 +244,7 @@ def _unpriced(graph: StageGraph, cost: CostModel, s: int) -> list[str]:
 def _memory(
     graph: StageGraph, cost: CostModel, versions: Sequence[int], *, shared: bool
 ) -> list[str]:
-    """Find stages that do not fit, and devices whose stages do one by one but not together."""
+    """Find stages that do not fit, and devices whose stages fit one by one but not together."""
     least, limit = least_in_flight(graph), cost.cluster.memory_bytes
     flights = [stage.in_flight or least[s] for s, stage in enumerate(graph.stages)]
     needs = [

@@ -19,7 +19,7 @@ class Contracted:
     Attributes:
         whole: the original profile.
         profile: the contracted profile.
-        masks: per operator of ``profile``, the bit mask of its members in ``whole``.
+        masks: bit mask in ``whole`` of the members of each operator of ``profile``.
     """
 
     whole: Profile
@@ -46,7 +46,7 @@ def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
     if not any(mask.bit_count() > 1 for mask in sets):
         return Contracted(profile, profile, tuple(1 << i for i in range(len(graph))))
     circles = strongly_connected(_after(graph, _disjoint(len(graph), sets)))
-    # Of parts that nothing orders that with the earliest operator comes first.
+    # Among parts without an order the part with the earliest operator comes first.
     after = _after(graph, [*map(sum, circles)])
     masks = topological_order(after, rank=lambda part: part & -part)
     return Contracted(profile, _joined(profile, masks), tuple(masks))
@@ -149,9 +149,9 @@ def _cost(profile: Profile, mask: int) -> OpCost:
 
 
 def _weight_s(profile: Profile, mask: int) -> tuple[float, ...]:
-    """Return the seconds of gradients of weights that can wait, if those of any member are known.
+    """Return the seconds of gradients of weights that can wait; empty if unknown for all members.
 
-    An operator that nobody outside waits for computes them on its way.
+    Only members on the way back to the inputs can wait; if there is none, all members count.
     """
     if not any(profile.costs[i].weight_s for i in bits(mask)):
         return ()

@@ -1,8 +1,8 @@
 """Samples that a stage must hold: GraphPipe, appendix A.1, Table 2 (``ComputeInFlight``).
 
-Stage x runs forward in groups of ``k_x`` micro-batches of ``b_x`` samples, stage y follows it and
+Stage x runs forward in groups of ``k_x`` micro-batches of ``b_x`` samples; stage y follows it and
 holds ``i_y`` samples between their forward and their backward. So that y never starves, x holds
-more samples than y; the table has the difference::
+more samples than y. This table has the difference::
 
     x = k_x b_x,  y = k_y b_y,  m = max(b_x, b_y)         i_x - i_y
     m < x < y                                             2 m
@@ -16,13 +16,13 @@ more samples than y; the table has the difference::
     b_x <= x < b_y <= y                                   b_y
     b_y <= y < b_x <= x                                   x - y + b_x
 
-With one micro-batch size b and k = 1 every row but one is impossible and the increase is b: one
+With one micro-batch size b and k = 1 only one row is possible, and the increase is b: one
 micro-batch more per stage on the way to the sink. With several successors the largest counts.
-Table 2 takes its numbers to divide one another, as powers of two do.
+Table 2 assumes numbers that divide one another, as powers of two do.
 
-With less than ``i_y + x - gcd(x, y)`` they wait for each other forever (``waited_for_samples``): x
-continues after the gradients of x samples, and y returns gradients of y samples at a time, each
-time after y more samples.
+With fewer than ``i_y + x - gcd(x, y)`` samples in x both stages wait for each other forever
+(``waited_for_samples``): x goes on after the gradients of x samples, and y returns gradients of y
+samples at a time, each time after y more samples.
 """
 
 from __future__ import annotations

@@ -26,15 +26,15 @@ class Prediction:
         device_peak_bytes: per device of the plan, ascending, peak bytes.
         exposed_sums: share of device time in which gradients are summed and nothing else is done,
             a part of the bubble; None if not known.
-        period_s: seconds of a synchronous step among others in a row, each device beginning the
-            next when it has ended one; None where that was not simulated.
-        bound_s: seconds that a step of any plan takes at least: with one stage on each device where
-            this one has, else of any at all; None where that is not known.
-        enough_devices: the fewest devices whose plan takes hardly longer, ``enough_step_s`` each
-            step; None where no fewer do, or none were tried.
+        period_s: seconds of a synchronous step in a row of steps, each device beginning the next
+            when it has ended one; None where that was not simulated.
+        bound_s: lower bound of the step, of all plans with one stage on each device if this plan is
+            one of them, else of all plans; None where it is not known.
+        enough_devices: the fewest devices with a plan that takes hardly longer, ``enough_step_s``
+            for a step; None if fewer devices take longer, or were not tried.
         data_parallel_s, chain_s: step of data parallelism and of the best chain; None where these
             were not planned.
-        limit: what the step is spent on most, and what would help most; empty where not known.
+        limit: the largest part of the step and the change that would help most; empty if not known.
     """
 
     step_s: float
@@ -53,7 +53,7 @@ class Prediction:
     def headline(
         self, graph: StageGraph, mode: str = "sync", measured_s: float | None = None
     ) -> str:
-        """Return one sentence on the step, what it gains, its bound and what limits it.
+        """Return one sentence on the step, its gain over baselines, its bound and its largest part.
 
         Args:
             graph: stages of the plan, and ``mode`` of it.
@@ -106,11 +106,11 @@ BASELINE_NAMES = {
     "straight sequential": "the sequential pipeline without replicas",
     "chain": "the best chain",
 }
-"""Baselines of plans by their names in files, each with its name in words."""
+"""Name of a baseline in files -> its name in words."""
 
 
 def is_as_fast(other_s: float, step_s: float) -> bool:
-    """True for two steps that are told as one: their ratio is 1 to two decimals."""
+    """Return True if two steps are equal to a reader: their ratio is 1 to two decimals."""
     return bool(step_s) and round(other_s / step_s, 2) == 1
 
 
@@ -118,7 +118,7 @@ def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") 
     """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``.
 
     Args:
-        mode: of both plans; baselines of an asynchronous plan have no flush either.
+        mode: mode of both plans; baselines of an asynchronous plan have no flush either.
     """
     times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
     if is_as_fast(other_s, step_s):
@@ -181,7 +181,7 @@ class Plan:
         schedule: key of ``schedule.SCHEDULES``; with the in-flight counts it determines every
             action.
         planner: key of ``planner.PLANNERS``; empty for a plan made by hand.
-        model: what was planned, as the user wrote it.
+        model: the planned model, as the user wrote it.
         cluster: name of the cluster.
         profile: the origin of the costs; empty if there are none.
         search_s: seconds of the planner; ``simulate_s``: seconds of simulating its proposals;
@@ -205,7 +205,7 @@ class Plan:
         model_size: size of the planned model; None for a plan made by hand.
         interrupted: the search was ended by Ctrl-C.
         rewrites: rewrites of the captured program, with their sites; see ``graph.rewrites``.
-        precision: autocast that its costs are under, which training has by default.
+        precision: autocast under which its costs hold, and which training has by default.
     """
 
     stage_graph: StageGraph
@@ -314,7 +314,7 @@ class Plan:
 
 
 def _turns_text(graph: StageGraph) -> str:
-    """Return a line on replicas that take mini-batches in turn, with what an update learns from."""
+    """Return a line on replicas that take mini-batches in turn: updates per stage."""
     stages: dict[int, list[int]] = {}
     for s, stage in enumerate(graph.stages):
         stages.setdefault(stage.replicas, []).append(s)
@@ -324,7 +324,7 @@ def _turns_text(graph: StageGraph) -> str:
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:
-    """A line for each stage; of more than twelve, for those that are alike."""
+    """Return a line for each stage, or of more than twelve stages one for all that are alike."""
     modes = _modes(graph)
     after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
     devices = [ranges(stage.devices) for stage in graph.stages]

@@ -1,8 +1,8 @@
 """Stage and StageGraph: proposals of planners, executed by simulator and runtime.
 
 Micro-batch i of a stage with micro-batch size b holds samples i*b up to (i+1)*b of the batch, the
-last one what is left. Each of its d replicas holds an equal slice. All dependencies between stages
-follow: a micro-batch needs whatever micro-batches of its predecessors it overlaps.
+last one the samples that are left. Each of its d replicas holds an equal slice. All dependencies
+between stages follow: a micro-batch needs every micro-batch of its predecessors that it overlaps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Number = Any
 """An int, or a NumPy array of them."""
 
 MOST_MICROBATCHES = 2**13
-"""Micro-batches of one stage in a step: thousands make no step faster, and each takes memory and
-time wherever a plan is searched, read or simulated.
+"""Most micro-batches of one stage in a step: thousands make no step faster, and each takes memory
+and time wherever a plan is searched, read or simulated.
 """
 
 
@@ -26,19 +26,19 @@ class Stage:
     """One stage.
 
     Attributes:
-        operators: names, in topological order.
-        devices: one replica on each; a micro-batch is split evenly over them.
+        operators: names of its operators, in topological order.
+        devices: devices with one replica each; a micro-batch is split evenly over them.
         microbatch_size: samples of one micro-batch, over all replicas.
         k: forwards and backwards alternate in groups of k micro-batches (kFkB).
-        in_flight: micro-batches between forward and backward at most (the warm-up of the schedule);
-            0 until a schedule rule has decided.
-        recompute: keep only what enters the stage and run the forward again in the backward.
-        load: seconds that a sample takes, in times of those of the slowest stage. By this and what
-            follows, lists of split backwards are scheduled.
-        backward_factor: seconds of a backward in times of its forward.
+        in_flight: most micro-batches between forward and backward (the warm-up of the schedule); 0
+            until a schedule rule has decided.
+        recompute: keep only the inputs of the stage and run the forward again in the backward.
+        load: seconds of compute per sample, relative to the slowest stage. List schedules of split
+            backwards use this field and the next three.
+        backward_factor: seconds of a backward relative to its forward.
         weight_share: share of a backward that gradients of weights take.
-        message: seconds of a sample's values on their way to the next stages, likewise in times of
-            those of the slowest stage.
+        message: seconds of the slowest message to a next stage per sample, relative to the compute
+            of the slowest stage.
     """
 
     operators: tuple[str, ...]
@@ -154,7 +154,7 @@ class StageGraph:
         return {device: rank for rank, device in enumerate(self.devices)}
 
     def without_recompute(self) -> StageGraph:
-        """The graph whose stages keep what their backward reads."""
+        """Return the same stages without recomputation."""
         stages = tuple(replace(stage, recompute=False) for stage in self.stages)
         return replace(self, stages=stages)
 
@@ -163,7 +163,7 @@ class StageGraph:
         return -(-self.batch_size // self.stages[stage].microbatch_size)
 
     def group_size(self, stage: int) -> int:
-        """Return how many forwards or backwards a stage runs in a row: k, at most all."""
+        """Return how many forwards or backwards a stage runs in a row: k, at most all of them."""
         return min(self.stages[stage].k, self.num_microbatches(stage))
 
     def interval(self, stage: int, microbatch: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Operators that compute across samples, and the stages that hold them.
 
 A contrastive loss compares every sample of the batch with every other, so its operator is right for
-the whole batch only. Its stage has one micro-batch, of the whole batch, and one replica; the others
+the whole batch only. Its stage has one micro-batch, the whole batch, and one replica; other stages
 have micro-batches of any size, whose forwards all come before its own::
 
     image  F0 F1 F2 F3             B0 B1 B2 B3
@@ -89,7 +89,7 @@ def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) 
     stages = (*graph.stages[:s], first, second, *graph.stages[s + 1 :])
     home = {name: i for i, part in enumerate(stages) for name in part.operators}
     data = value_edges([home[op.name] for op in model.ops], model)
-    # Edges beyond those of the data order stages.
+    # Stage edges without values order stages.
     moved = {(x + (x > s), y + (y > s)) for x, y in graph.edges}
     kept = {(x, y) for x, y in moved if x != s} | {(s + 1, y) for x, y in moved if x == s}
     return replace(graph, stages=stages, edges=tuple(sorted(data | kept)))

@@ -9,8 +9,8 @@ A matrix product C[m, n] = A[m, k] B[k, n] is cut into tiles of C, one for each 
     m |  |  |  |  <- waves    or the tiles are smaller, which each do less work per byte they load.
       +--+--+--+
 
-The libraries pick the best tile, so does this. Numbers are the vendors' dense peaks; the shares of
-them are what well tuned kernels reach.
+The libraries pick the best tile, and so does this module. Peaks are the vendors' dense ones; shares
+are the part of a peak that well tuned kernels reach.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DataSheet:
 
     Attributes:
         flops: operations per second (a multiplication and an addition are two) by number format:
-            torch's names, and ``tf32`` for float32 on tensor cores. Others run as float32.
+            torch's names, and ``tf32`` for float32 on tensor cores. Other formats run as float32.
         bandwidth: bytes per second of its memory.
         processors: streaming multiprocessors.
         launch_s: seconds that each kernel takes at least, on top of its work, in a full queue.
@@ -43,7 +43,7 @@ class DataSheet:
     launch_s: float
 
     def kernel_s(self, nbytes: Floats, compute_s: Floats, launches: Floats) -> Floats:
-        """Seconds of kernels that move bytes, compute so long, and are launched so often."""
+        """Return the seconds of kernels from bytes moved, seconds of compute and launches."""
         return launches * self.launch_s + np.maximum(compute_s, nbytes / self.effective_bandwidth)
 
     def matmul_s(self, m: Floats, n: Floats, k: Floats, batch: Floats, precision: str) -> Floats:

@@ -1,8 +1,8 @@
 """Estimated costs of every operator on a GPU that is not here, from its data sheet.
 
-The operators run on meta tensors at two sample counts, which gives their ``kernels``; what these
-say of other counts, and in seconds, is in ``kernel_trace``. Expect the right order of operators and
-about a third of error in absolute seconds.
+The operators run on meta tensors at two sample counts, which gives their ``kernels``;
+``kernel_trace`` extends these to other sample counts and turns them into seconds. Expect the right
+order of operators and about a third of error in absolute seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def estimate(
     """Estimate the operators of a captured model.
 
     Args:
-        captured: the model; one on the meta device will do.
+        captured: the model; it may be on the meta device.
         device: a key of ``DATA_SHEETS``.
         samples: sample counts; any number of them costs about the same.
         precision: how matrix products of float32 tensors run. ``float32`` is PyTorch's default and
@@ -55,20 +55,20 @@ def estimate(
     traced = trace(captured)
     if traced.is_affine:
         return traced.profile(device, counts, precision)
-    sheet = DATA_SHEETS[device]  # the model does something else for other sample counts
+    sheet = DATA_SHEETS[device]  # other sample counts run other kernels: trace each
     traces = [_kernels(captured, n) for n in counts]
     seconds = [t.seconds(t.nbytes, t.products, sheet, precision) for t in traces]
     return traced.with_seconds(counts, seconds, device, precision)
 
 
 def trace(captured: Captured) -> kernel_trace.TracedModel:
-    """The kernels of a captured model, also one on the meta device."""
+    """Trace the kernels of a captured model, which may be on the meta device."""
     few, many = (_kernels(captured, samples) for samples in (kernel_trace.FEW, kernel_trace.MANY))
     return kernel_trace.TracedModel(captured.graph, few, many)
 
 
 def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
-    """The kernels that a step with that many samples launches."""
+    """Trace the kernels that a step with this many samples launches."""
     meta = torch.device("meta")
     program = operator_runner.operator_programs(captured, samples, meta)
     batch = operator_runner.example_batch(captured, samples, meta)
@@ -94,7 +94,7 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
         return result
 
-    # Where a mask chooses entries, all of them: the most that a batch can need.
+    # A mask chooses all entries: the most that a batch can need.
     settings: Any = _config
     with settings.patch(meta_nonzero_assume_all_nonzero=True), TensorWatch(nbytes.see):
         operator_runner.run_operators(program, batch, call, nbytes)
@@ -111,10 +111,10 @@ def _kernels(captured: Captured, samples: int) -> kernel_trace.KernelTrace:
 def _meta_tensors(
     program: Sequence[StageProgram], sparse: Collection[str]
 ) -> list[dict[str, Tensor]]:
-    """Meta tensors in place of parameters and buffers, one for each however often it is read.
+    """Return meta tensors in place of parameters and buffers, one for each however often read.
 
     Args:
-        sparse: names of parameters whose gradients are sparse, and are not added to dense ones.
+        sparse: names of parameters with sparse gradients, which are not added to dense ones.
     """
 
     @cache
@@ -123,7 +123,7 @@ def _meta_tensors(
         if tensor.requires_grad:
             meta.requires_grad_()
         if tensor.requires_grad and has_dense_gradient:
-            # Gradients are added to those of earlier micro-batches, which is a kernel too.
+            # Adding gradients to those of earlier micro-batches is a kernel too.
             meta.grad = torch.empty_like(meta)
         return meta
 

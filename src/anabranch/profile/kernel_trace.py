@@ -3,10 +3,10 @@
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
 give every other, and the data sheet turns sizes into seconds. ``estimate`` makes the traces.
 
-Of the kernels of a backward, gradients of weights are by how their sizes grow: a matrix product
-over the samples, m x n numbers whatever these are and k with them, as the second product of a
-convolution; a sum over the samples, which leaves something that does not grow; what is added to a
-gradient that is there; and the gradient of a table. Others are of inputs, if an operator sends any.
+Kernels of a backward that compute gradients of weights are told by how their sizes grow: a matrix
+product whose k grows with the samples while m and n do not, as the second one of a convolution; a
+sum over the samples, whose result does not grow; an addition to a gradient that is there; and the
+gradient of a table. Others compute gradients of inputs, if the operator sends any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_b
 Precision = Literal["float32", "tf32"]
 
 FEW, MANY = 2, 4
-"""The sample counts that are looked at. Not 1: a dimension of one sample may vanish."""
+"""Sample counts of the traces. Not 1: a dimension of one sample may vanish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Kernel:
     """One tensor operation on the device.
 
     Attributes:
-        name: of the ATen operation.
-        nbytes: read and written.
+        name: name of the ATen operation.
+        nbytes: bytes read and written.
         products: matrix products in it, each (m, n, k, batch).
         dtype: torch's name of the type of the numbers that are multiplied, such as ``float32``.
-        launches: how many kernels it is made of.
+        launches: number of kernels of which it is made.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelTrace:
-    """All kernels of a step, in order: which operator and pass each belongs to.
+    """All kernels of a step, in order, with the operator and the pass of each.
 
     Attributes:
-        passes: per kernel 0 (forward) or 1 (backward).
-        ops: per kernel its operator.
-        kept: per operator, bytes kept for the backward.
-        working: per operator, bytes that one of its passes takes besides.
-        waiting: per operator, bytes of the gradients that wait for those of its weights.
+        passes: 0 (forward) or 1 (backward), per kernel.
+        ops: operator of each kernel.
+        kept: bytes kept for the backward, per operator.
+        working: bytes that one of its passes takes besides, per operator.
+        waiting: bytes of gradients held until those of weights are computed, per operator.
     """
 
     kernels: tuple[Kernel, ...]
@@ -74,7 +74,7 @@ class KernelTrace:
 
     @property
     def products(self) -> Floats:
-        """Per matrix product m, n, k, batch; shape (products, 4)."""
+        """(m, n, k, batch) of each matrix product; shape (products, 4)."""
         products = [p for k in self.kernels for p in k.products]
         return np.array(products, dtype=np.float64).reshape(-1, 4)
 
@@ -86,8 +86,12 @@ class KernelTrace:
         precision: Precision,
         waiting: Waiting | None = None,
     ) -> Floats:
-        """Forward and backward seconds per operator of these kernels in other sizes, and of the
-        latter those that can wait if they are known; shape (2 or 3, operators).
+        """Return forward and backward seconds of every operator if its kernels have these sizes,
+        and with ``waiting`` the part of the backward that can wait; shape (2 or 3, operators).
+
+        Args:
+            nbytes: bytes of each kernel.
+            products: (m, n, k, batch) of each matrix product.
         """
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
@@ -114,7 +118,7 @@ class KernelTrace:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Shares of gradients of weights: of kernels without matrix products, and of each product."""
+    """Shares of gradients of weights in kernels without matrix products, and in each product."""
 
     kernels: Floats
     products: Floats
@@ -130,7 +134,7 @@ class TracedModel:
 
     @property
     def is_affine(self) -> bool:
-        """True if the same kernels run for both sample counts, from which any other follows."""
+        """True if the same kernels run at both sample counts; sizes at other counts then follow."""
         few, many = (
             (t.ops, t.passes, [(k.name, k.dtype, len(k.products), k.launches) for k in t.kernels])
             for t in (self.few, self.many)
@@ -139,7 +143,7 @@ class TracedModel:
 
     @cached_property
     def waiting(self) -> Waiting:
-        """Kernels of gradients of weights, by their sizes at both sample counts."""
+        """Kernels that compute gradients of weights, told by their sizes at both sample counts."""
         few, ops = self.few, list(self.few.ops)
         weights = {p.name for p in self.graph.parameters if p.trainable}
         trains = np.array([not weights.isdisjoint(op.parameters) for op in self.graph.ops])
@@ -178,7 +182,7 @@ class TracedModel:
     def with_seconds(
         self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
     ) -> Profile:
-        """A profile of seconds per operator, see ``KernelTrace.seconds``, for each sample count."""
+        """Return the profile, from ``KernelTrace.seconds`` for each sample count."""
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
         fixed = fixed_bytes(self.few.kept, kept, FEW)
         working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))
@@ -200,7 +204,7 @@ class TracedModel:
 
 
 def checked_counts(device: str, samples: Sequence[int], precision: Precision) -> list[int]:
-    """The sample counts of an estimate, ascending.
+    """Return the sample counts of an estimate, ascending.
 
     Raises:
         ValueError: for an unknown device or precision, or sample counts that are not positive.
@@ -218,5 +222,5 @@ def checked_counts(device: str, samples: Sequence[int], precision: Precision) ->
 def _number_format(kernel: Kernel, precision: Precision) -> str:
     if kernel.dtype != "float32":
         return kernel.dtype
-    # torch.backends.cudnn.allow_tf32 is on by default, other than that of matrix products.
+    # torch.backends.cudnn.allow_tf32 is on by default, unlike the setting for matrix products.
     return "tf32" if "convolution" in kernel.name else precision

@@ -59,7 +59,7 @@ class MetaRun(fx.Interpreter):
         self.extra_traceback = False
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The meta tensor; what is no tensor is a sub-graph, such as that of an autocast region."""
+        """Return the meta tensor, or a sub-graph, such as that of an autocast region."""
         tensor = self.tensors.get(target)
         return super().get_attr(target, args, kwargs) if tensor is None else tensor
 
@@ -76,7 +76,7 @@ class MetaRun(fx.Interpreter):
 
 
 def cannot_estimate(what: str, error: Exception) -> ProfileError:
-    """The error of an operation that does not run on tensors without values."""
+    """Return the error for an operation that does not run on tensors without values."""
     text = re.split(r"\n|\. ", str(error))[0].rstrip(".")
     return ProfileError(
         f"{what} cannot be estimated ({text}): an estimate computes sizes without values, as on "

@@ -1,22 +1,22 @@
 """Measured seconds of every operator, forward and backward apart, on a real device.
 
 One repeat is a training step, as a stage makes it: forward operator by operator, then one backward
-through all of them. Autograd goes back from the last operator to the first, and says when it
-arrives at what an operator has made::
+through all of them. Autograd goes back from the last operator to the first, and a hook tells when
+it arrives at the output of an operator::
 
     forward    |-- op 0 --|  |-- op 1 --|  |-- op 2 --|
     backward                 hook of 2 |-- op 2 --| hook of 1 |-- op 1 --| hook of 0 |-- op 0 --|
 
 The sample counts take turns, so that a busy moment of the machine hits them alike, and the median
 over the repeats drops it. A turn starts with an untimed step that fills the caches. Operators that
-are alike pool their repeats: less noise, and what is symmetrical stays so.
+are alike pool their repeats: that lessens noise, and symmetrical branches stay symmetrical.
 
-What gradients of weights take of a backward is measured as well: each turn ends with a step whose
-backward computes only the gradients of what operators read from each other, and takes as much less.
+The share of a backward that gradients of weights take is measured as well: each turn ends with a
+step whose backward leaves them out and takes as much less.
 
-A stage is called once, here each operator is. A call is timed as well, of an operator that does
-nothing, and taken off. So is what a hook takes, for each value that has one: a loss has two, and
-between them nothing happens.
+A stage is called once, but here each operator is. So the call of an operator that does nothing is
+timed as well and subtracted. So is the time of a hook, for each value that has one: a loss has two
+hooks, between which nothing happens.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def measure(
         device: ``cpu``, or a GPU by torch's name, with an optional index; if the model is
             elsewhere, copies of the operators run there, which share one copy of the weights.
         repeats: timed steps per sample count, besides a first one.
-        budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
+        budget_s: seconds for everything. When they are spent, there are fewer repeats; sample
             counts that would not fit at all are left out, with a warning.
         threads: CPU threads, as many as each rank will have; ``None`` keeps PyTorch's setting.
         progress: called with (turns done, turns in all).
 
     Raises:
-        CaptureError: if that leaves less than two.
+        CaptureError: if the model works with fewer than two of several sample counts.
         ProfileError: if the model has no numbers to compute with (it was built on the meta device).
         ValueError: for sample counts or repeats that are not positive, or another device.
     """
@@ -117,9 +117,8 @@ def measure(
 
 
 class Measurement:
-    """Seconds of operators on the CPU that are taken a turn at a time, with something else in
-    between, so that both meet the same machine: the speed of a shared one changes from second to
-    second.
+    """Measurement on the CPU in turns, between which the caller measures something else. So both
+    meet the same machine: the speed of a shared one changes from second to second.
 
     Args:
         samples: sample counts with which the model works.
@@ -135,13 +134,13 @@ class Measurement:
                 bench.count_bytes()
 
     def turn(self) -> None:
-        """Some steps at each sample count, on as many threads as there are."""
+        """Measure some steps at each sample count, with the number of threads that is set."""
         with _left_as_it_was(self._captured.module, _CPU):
             for bench in self._benches:
                 bench.turn(_TURN)
 
     def profile(self) -> Profile:
-        """By the medians of all turns."""
+        """Return the profile of the medians of all turns."""
         return _profile(self._captured, self._benches, "cpu")
 
 
@@ -162,7 +161,7 @@ class _Bench:
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
         self.weight_shares: list[list[float]] = [[] for _ in self.programs]
-        """Per turn, the share of backwards that gradients of weights take."""
+        """Share of backwards that gradients of weights take, per operator and turn."""
         self.call_s: list[float] = []
         self.hook_s: list[float] = []
         self.hooks = [0] * len(self.programs)
@@ -171,8 +170,8 @@ class _Bench:
         self.waiting = [waiting_bytes(program) for program in self.programs]
 
     def count_bytes(self) -> None:
-        """A step that counts what autograd keeps and what passes take besides; parameters have
-        gradients, so that what is added to them is given back.
+        """Run a step that counts kept and working bytes. Parameters have gradients already, so that
+        a new gradient is freed when it has been added.
         """
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
         gradients = [t.grad for t in tensors if t.grad is not None and not t.grad.is_sparse]
@@ -183,7 +182,7 @@ class _Bench:
         self.kept, self.working = nbytes.kept, nbytes.working
 
     def turn(self, repeats: int) -> None:
-        """Steps from the same state: untimed, timed, then one without gradients of weights."""
+        """Run steps from the same state: untimed, timed, one without gradients of weights."""
         with unchanged(self.state):
             self._steps(repeats)
 
@@ -203,7 +202,7 @@ class _Bench:
                 shares.append(1 - inputs[op] / whole if whole else 0.0)
 
     def cost(self, alike: Sequence[int]) -> tuple[float, float, float]:
-        """Seconds of operators that are alike: forward, backward, of that gradients of weights."""
+        """Seconds of operators that are alike: forward, backward, its part for weight gradients."""
         forward, backward, share = (
             statistics.median(s for op in alike for s in figures[op])
             for figures in (self.forward_s, self.backward_s, self.weight_shares)
@@ -223,11 +222,11 @@ class _Bench:
         return result
 
     def _step(self, *, inputs_alone: bool) -> None:
-        """A forward and a backward, timed by operator.
+        """Run a forward and a backward, timed by operator.
 
         Args:
-            inputs_alone: without gradients of weights: back to the results of those operators that
-                read nothing through which gradients go back.
+            inputs_alone: go back without gradients of weights, as far as the results of operators
+                without inputs that require gradients.
         """
         values: dict[int, Tensor] = {}
         losses: list[Tensor] = []
@@ -245,12 +244,12 @@ class _Bench:
             if program.has_loss:
                 roots.append(results[len(program.outputs)])
                 losses += [loss for loss in roots[-1:] if loss.requires_grad]
-            # A parameter's comes while another operator goes back.
+            # A parameter's hook would be called while another operator goes back.
             hooked = [(op, root) for root in roots if not root.is_leaf]
             self.hooks[op] = len(hooked)
             if not any(tensor.requires_grad for tensor in inputs):
                 first += [root for root in roots if root.requires_grad]
-            if program.has_loss:  # between the two of a loss nothing happens
+            if program.has_loss:  # between the two hooks of a loss nothing happens
                 hooked = [*((len(self.programs), loss) for loss in losses[-1:]), *hooked]
             for arrives, root in hooked:
                 root.register_hook(partial(self.clock.arrive, arrives))  # type: ignore[no-untyped-call]
@@ -336,7 +335,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str) -> Profile:
 
 
 class _Copies:
-    """Operators' programs on a device, with one copy of each tensor that is not there already."""
+    """Copies of operators' programs on a device, with one copy of each tensor that is elsewhere."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         self.device = device
@@ -345,7 +344,7 @@ class _Copies:
         self.twins: dict[Tensor, Tensor] = {}
 
     def of(self, module: fx.GraphModule) -> fx.GraphModule:
-        """The program on the device."""
+        """Return the program on the device."""
         if not self._needed:
             return module
         program = copied(module, self.device, self.twins)
@@ -363,8 +362,8 @@ class _Copies:
 def _left_as_it_was(
     module: nn.Module, device: torch.device, threads: int | None = None
 ) -> Iterator[None]:
-    """Inside, there is no garbage collection, so many threads compute, and parameters have no
-    gradients; gradients and the random state come back.
+    """Pause garbage collection, set the number of threads and put gradients aside; all of it and
+    the random state come back at the end.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)

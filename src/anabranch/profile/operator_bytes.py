@@ -1,10 +1,10 @@
 """Bytes that operators keep for their backwards, and bytes that one pass takes while it runs.
 
-Kept is what autograd saves, storages once each, with the operator that made them; parameters,
-buffers and the batch are at hand and do not count. A forward also makes results that the next
-operation reads and nobody keeps; a backward makes gradients of activations. The loss of a language
-model has most of them: its backward makes the gradient of the logarithms and that of the scores,
-each as large as the scores, with what was kept still there::
+Kept bytes are storages that autograd saves, each counted once, for the operator that made it;
+parameters, buffers and the batch are there anyway and do not count. A forward also makes results
+that only the next operation reads; a backward makes gradients of activations. Both are largest in
+the loss of a language model: its backward makes the gradients of the logarithms and of the scores,
+each as large as the scores, while the kept logarithms are still there::
 
     forward     scores --> logarithms (kept)          1 x scores besides what is kept
     backward    gradient of the logarithms --> of the scores      2 x scores
@@ -23,19 +23,19 @@ from torch import Tensor
 from anabranch.profile.storages import Storages, storages_of
 
 Around = Callable[[int, bool], AbstractContextManager[Any]]
-"""Operator, whether it is its backward -> a context of that pass."""
+"""(operator, whether the pass is its backward) -> context to enter around the pass."""
 
 
 class BytesObserver:
     """Observer of a step that adds up bytes by operator; see ``OpCost`` for the rules.
 
     Args:
-        at_hand: tensors that are there anyway.
-        around: entered for each pass as well.
+        at_hand: tensors that are there anyway: parameters, buffers, the batch.
+        around: makes a context that is entered around each pass.
 
     Attributes:
-        kept: bytes per operator that are kept between its forward and its backward.
-        see: has to be shown every tensor that operations make, gradients of parameters included.
+        kept: bytes that each operator keeps between its forward and its backward.
+        see: to be called with every tensor that operations make, also gradients of parameters.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BytesObserver:
         self._storages, self._around = Storages((), at_hand), around
         self.see = self._storages.see
         self._forward, self._backward = [0] * num_ops, [0] * num_ops
-        # Storage -> the operator that made it; None if it is at hand, or has been counted.
+        # Storage -> the operator that made it; None if it is at hand or has been counted.
         self._maker: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
         self._claim(at_hand, None)
 
@@ -72,12 +72,12 @@ class BytesObserver:
         self._forward[op] = self._storages.peak_bytes - before
 
     def made(self, op: int, outputs: Iterable[Tensor]) -> None:
-        """The outputs of an operator are its own, unless they are views of something older."""
+        """Take outputs as made by an operator, unless they are views of something older."""
         self._claim(outputs, op)
 
     @contextmanager
     def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
-        """Around its backward, if the gradients of its outputs have arrived."""
+        """Around its backward, with the gradients of its outputs that have arrived."""
         before = self._storages.restart()
         with self._around(op, True):
             yield
@@ -86,7 +86,7 @@ class BytesObserver:
 
     @property
     def working(self) -> list[int]:
-        """Per operator, the most bytes of its passes besides what was there and what it keeps."""
+        """Most bytes of a pass of each operator besides those there before and those it keeps."""
         passes = zip(self._forward, self._backward, self.kept, strict=True)
         return [max(forward - held, backward, 0) for forward, backward, held in passes]
 

@@ -29,22 +29,22 @@ class OperatorClock:
         self.add(self.forward_s, op, begun, self.now())
 
     def arrive(self, op: int, gradient: Tensor) -> None:
-        """The backward of an operator begins, or goes on, and that of another one has ended."""
+        """Begin the backward of an operator, or go on with it, and end that of another one."""
         self.leave()
         self._op, self._since = op, self.now()
 
     def leave(self) -> None:
-        """The backward ends."""
+        """End the current backward."""
         if self._op >= 0:
             self.add(self.backward_s, self._op, self._since, self.now())
         self._op = -1
 
     def now(self) -> Any:
-        """A moment, behind everything that was given to the device."""
+        """Return a moment, behind all work that was given to the device."""
         return time.perf_counter()
 
     def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
-        """Note the time between two moments."""
+        """Add the time between two moments to the seconds of an operator."""
         seconds[op] += end - begin
 
     def stop(self) -> tuple[list[float], list[float]]:

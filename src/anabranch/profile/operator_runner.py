@@ -1,8 +1,8 @@
-"""One training step, operator by operator, which measuring and estimating both watch.
+"""One training step, operator by operator, for measuring and for estimating.
 
-Every operator runs on the real outputs of those before it, then backward on the real gradients of
-those after it. Between operators a value is detached and becomes a leaf, whose ``grad`` collects
-the gradients of its readers, as at the border of a stage::
+Every operator runs forward on the real outputs of the operators before it, then backward on the
+real gradients of the operators after it. Between operators a value is detached and becomes a leaf,
+whose ``grad`` collects the gradients of its readers, as at the border of a stage::
 
     forward    op 0 --x--> | leaf x | --> op 1 --y--> | leaf y | --> loss
     backward   op 0 <-- x.grad      <--   op 1 <-- y.grad       <--
@@ -27,7 +27,7 @@ Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 def operator_programs(
     captured: Captured, samples: int, device: torch.device | None = None
 ) -> list[StageProgram]:
-    """One program per operator, in order, on ``device`` (by default the parameters')."""
+    """Return one program per operator, in order, on ``device`` (by default the parameters')."""
     cut = split(captured, [[op.name] for op in captured.graph.ops])
     return [cut.program(i, samples, device=device) for i in range(len(captured.graph))]
 
@@ -35,7 +35,7 @@ def operator_programs(
 def workable_counts(
     captured: Captured, counts: Sequence[int], device: torch.device | None = None
 ) -> list[int]:
-    """Sample counts, ascending, without small ones that the model fails with (batch normalisation).
+    """Return ascending sample counts, without small ones that fail, as with batch normalisation.
 
     Raises:
         CaptureError: if fewer than two of several counts would be left.
@@ -64,8 +64,8 @@ def workable_counts(
 
 
 def example_batch(captured: Captured, samples: int, device: torch.device) -> dict[str, Tensor]:
-    """The example that the model was captured with, repeated or cut to that many samples, with
-    what is known of the whole example: its tensors may name samples that a part does not have.
+    """Return the example batch of the capture, repeated or cut to a number of samples. Statistics
+    of the whole example go with it: its tensors may name samples that a part does not have.
     """
     layout = captured.layout
     example = zip(layout.names, layout.resized(layout.samples, device), strict=True)
@@ -75,7 +75,7 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
 
 
 def likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor]) -> str:
-    """Equal for operators that do the same: operations, shapes, which tensors need a gradient."""
+    """Return a text that is equal for operators with equal operations, shapes and gradients."""
     graph: fx.Graph = step.module.graph
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     state = step.module.state_dict(keep_vars=True)

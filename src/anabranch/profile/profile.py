@@ -20,16 +20,16 @@ class OpCost:
 
     Attributes:
         forward_s, backward_s: seconds, one figure per sample count of the profile.
-        kept_bytes: bytes per sample that it keeps between its forward and its backward: what
-            autograd saves inside it, and those of its own outputs that anyone saves. What it saves
-            of another operator's output belongs to that operator.
+        kept_bytes: bytes per sample that it keeps between its forward and its backward: tensors
+            that autograd saves inside it, and its own outputs that any operator saves. A saved
+            output of another operator counts there.
         working_bytes: bytes per sample that one of its passes takes besides, while it runs.
-        weight_s: seconds of its backward that gradients of its weights alone need, which can wait
-            until those of its inputs are sent; empty where unknown, for which half is taken.
+        weight_s: seconds of its backward that only gradients of its weights need, which can wait
+            until gradients of its inputs are sent; empty where unknown, for which half is taken.
         kept_fixed_bytes: bytes that it keeps besides ``kept_bytes`` whatever the number of samples,
             such as casts of its weights under autocast.
-        waiting_bytes: bytes per sample of the gradients that wait for those of its weights, where a
-            backward is split.
+        waiting_bytes: bytes per sample of the gradients of its results that it holds until the
+            gradients of its weights are computed, where a backward is split.
     """
 
     forward_s: tuple[float, ...]
@@ -42,7 +42,7 @@ class OpCost:
 
     @property
     def second_half_s(self) -> tuple[float, ...]:
-        """Seconds of gradients of weights, half of a backward where nothing is known."""
+        """Seconds of gradients of weights; half of a backward where ``weight_s`` is empty."""
         return self.weight_s or tuple(seconds / 2 for seconds in self.backward_s)
 
 
@@ -54,8 +54,8 @@ class UpdateCost:
 
     Attributes:
         all_temporary: bytes that are alive at once only in an update, per byte of all parameters.
-        largest_temporary: likewise, per byte of the largest one; an optimizer that goes from
-            parameter to parameter has these alone.
+        largest_temporary: the same per byte of the largest parameter; an optimizer that goes from
+            parameter to parameter has only these.
     """
 
     fixed_s: float
@@ -86,12 +86,12 @@ class Profile:
     Attributes:
         samples: the sample counts that were measured, ascending.
         costs: one entry per operator of the graph.
-        device: what it was measured on or estimated for.
+        device: device on which it was measured, or for which it was estimated.
         source: ``measured``, ``estimated`` or ``imported``.
         proportional: measured at one size (PipeDream's and DAPPLE's files): times are taken as
             proportional to samples.
-        update: seconds of the workload's optimizer, where that was measured.
-        read_sample_s: seconds per sample in which a rank reads a batch, likewise.
+        update: seconds of the workload's optimizer; None where they were not measured.
+        read_sample_s: seconds per sample in which a rank reads a batch; 0 where not measured.
 
     Raises:
         ValueError: if lengths differ or a figure is negative or not finite.
@@ -157,7 +157,7 @@ class Profile:
         return np.array([cost.second_half_s for cost in self.costs], dtype=np.float64)
 
     def scaled(self, factors: Any) -> Profile:
-        """The profile with seconds times factors, shaped as ``seconds`` or broadcast to it."""
+        """Return the profile with seconds times factors, which broadcast to ``seconds``."""
         ways = (self.seconds * factors).tolist()
         backward_factors = np.broadcast_to(factors, self.seconds.shape)[1]
         weights = (self.weight_seconds * backward_factors).tolist()
@@ -184,8 +184,8 @@ class Profile:
 def bytes_per_sample(
     few: Sequence[int], many: Sequence[int], samples: tuple[int, int]
 ) -> list[int]:
-    """Bytes of every operator from those at two sample counts; what does not grow with them (a
-    causal mask, gradients of parameters) drops out.
+    """Bytes per sample of every operator, from its bytes at two sample counts. Bytes that do not
+    grow with the samples (a causal mask, gradients of parameters) drop out.
     """
     low, high = samples
     if low == high:
@@ -194,13 +194,13 @@ def bytes_per_sample(
 
 
 def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> list[int]:
-    """Bytes of every operator, of those at a sample count, that do not grow with the samples."""
+    """Bytes of every operator at a sample count that do not grow with the samples."""
     pairs = zip(few, per_sample, strict=True)
     return [max(0, nbytes - growing * samples) for nbytes, growing in pairs]
 
 
 def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:
-    """Index of the measured count below so many samples, and their share of the way to the next."""
+    """Index of the measured count below ``samples``, and their share of the way to the next."""
     row = 0
     while row < len(measured) - 2 and measured[row + 1] < samples:
         row += 1

@@ -1,6 +1,6 @@
-"""Storages of tensors that are alive at once, added up while operations run.
+"""Bytes of the storages that are alive at once, added up while operations run.
 
-A storage counts from when it is first seen until nobody, autograd included, has it any more.
+A storage counts from when it is first seen until nothing refers to it any more, autograd included.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Storages:
     """Adds up the storages that are alive.
 
     Attributes:
-        now: bytes of those that have been seen, without the ``ignored``.
-        peak_bytes: the most since the beginning, or since ``restart``.
+        now: bytes of all storages that were seen and are alive, without the ``ignored``.
+        peak_bytes: largest ``now`` since the beginning, or since ``restart``.
     """
 
     def __init__(self, held: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:
         self.now = self.peak_bytes = 0
-        # Keeps them, so that no other storage can come to be at their place.
+        # Keeps the storages alive, so that no other one can get their ``id``.
         self._ignored = {id(s): s for tensor in ignored for s in storages_of(tensor)}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in held:
@@ -76,7 +76,7 @@ class Storages:
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages of a tensor, of which a sparse one has several."""
+    """Return the storages of a tensor; a sparse one has several."""
     parts: tuple[Tensor, ...] = (tensor,) if tensor.layout is torch.strided else ()
     if tensor.layout is torch.sparse_coo:
         parts = tensor._indices(), tensor._values()

@@ -1,4 +1,4 @@
-"""Runs: what happened, the figures that are told of it, and the folder that it leaves."""
+"""Runs: their measurements, figures in words, and folders."""
 
 from anabranch.record.folder import load_run as load_run
 from anabranch.record.folder import new_folder as new_folder

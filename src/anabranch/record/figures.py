@@ -1,7 +1,6 @@
 """The figures of a run for people: the same words in the terminal and on the page.
 
-They are told from the document that ``--json`` prints and from nothing else, so that the three
-cannot contradict each other.
+They come only from the document that ``--json`` prints, so the three cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ PHASES = {
     "between": ("messages and waiting", "of the mean device, until the last action"),
     "end": ("after the last action", "what is left of all-reduces, agreement, update"),
 }
-"""Phase of ``Timeline.phases`` -> its name, and what it is."""
+"""Phase of ``Timeline.phases`` -> its name, and an explanation."""
 
 
 def told(document: Document) -> list[Figure]:
-    """The figures of a run, the most important ones first; without a step, of its evaluation."""
+    """Return the figures of a run, the most important first; without a step, of its evaluation."""
     timed = _without_flush if document.get("mode") == "async" else _of_steps
     return [*_learned(document), *(timed(document) if document["samples_per_s"] else ())]
 
 
 def beside(document: Document, name: str, other: Document) -> list[ReportTable]:
-    """The figures of a run and of another one, side by side."""
+    """Return a table with the figures of a run and of another one, side by side."""
     here, there = ({f.name: f.value for f in told(run)} for run in (document, other))
     rows = [(what, here.get(what, ""), there.get(what, "")) for what in here | there]
     rate, their_rate = document["samples_per_s"], other["samples_per_s"]
@@ -61,7 +60,7 @@ def _learned(document: Document) -> Iterator[Figure]:
         if count == 1:
             more = f"of the only {'mini-batch' if units == 'mini-batches' else 'step'}"
         yield Figure("loss", f"{document['last_loss']:.4f}", more)
-    # Those of training never include the loss.
+    # Metrics of training never include the loss.
     prefix = "held-out " if "loss" in metrics else ""
     for name, value in metrics.items():
         chance = document["chance"].get(name)
@@ -125,7 +124,7 @@ def _others(document: Document) -> Iterator[Figure]:
 def _peak(document: Document) -> Figure:
     peaks, expected = document["device_peak_bytes"], document["predicted_device_peak_bytes"]
     if peaks:
-        # Of the rank that took most.
+        # The peak of the fullest rank, with its own prediction.
         peak, planned = max(zip_longest(peaks, expected or (), fillvalue=0))
         also = f"predicted {memory_text(planned)}" if expected else NOT_PREDICTED
         return Figure("peak memory", memory_text(peak), f"{also}; of the fullest device")
@@ -167,18 +166,18 @@ def _without_flush(document: Document) -> Iterator[Figure]:
 
 
 def _beside(seconds: float, predicted_s: float | None) -> str:
-    """Text behind a measured time: the predicted one, and how it differs."""
+    """Return the text behind a measured time: the predicted time, and the difference."""
     if predicted_s is None:
         return NOT_PREDICTED
     ratio = seconds / predicted_s if predicted_s else math.inf
-    # A percentage says something of what is near.
+    # A percentage is easy to read for small differences only.
     longer = f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}"
     difference = longer if ratio < 2 else f"{ratio:.1f} times as long"
     return f"predicted {time_text(predicted_s)}, {difference}"
 
 
 def tables(document: Document) -> list[ReportTable]:
-    """Predicted against measured step by phases, and what the predicted step is spent on."""
+    """Return tables of the predicted and measured step by phases, and of the predicted parts."""
     tables: list[ReportTable] = []
     if document.get("mode") != "async" and len(document["phases"]) == 2:
         predicted, measured = document["phases"].values()

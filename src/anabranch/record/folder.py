@@ -43,8 +43,8 @@ RUN = "anabranch.run/1"
 
 
 def new_folder(name: str, began: float) -> Path:
-    """A folder for a run, made in ``runs`` and named by when it began, in seconds since the epoch;
-    runs of one name that began in the same second have one each.
+    """Make a folder for a run in ``runs``, named by the run and its beginning (seconds since the
+    epoch); runs of one name that began in the same second get different folders.
     """
     runs = Path("runs")
     runs.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ def save_run(run: Run, folder: Path) -> None:
         metrics=finite(run.metrics),
     )
     write_document(folder / "run.json", document)
-    # A run of a single step, or of short batches alone, has recorded none.
+    # A run of a single step, or of short batches only, has recorded no timeline.
     if run.timelines:
         is_endless = run.mode == "async"
         picture = timeline_svg(_shown(run), is_endless=is_endless)
@@ -81,7 +81,7 @@ def save_run(run: Run, folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Read what ``save_run`` wrote; raises FileFormatError, which names file, key and value."""
+    """Read the folder of ``save_run``; FileFormatError with file, key and value if it is wrong."""
     path = folder / "run.json"
     if not path.is_file():
         from anabranch.checkpoint.manifest import MANIFEST
@@ -108,7 +108,7 @@ def load_run(folder: Path) -> Run:
 
 
 def _measured_plan(run: Run) -> Plan:
-    """The plan with the policy that the run had, and without reasons for another one."""
+    """Return the plan with the policy of the run, and without reasons for another policy."""
     notes = run.plan.notes
     if run.plan.policy != run.policy:
         notes = tuple(note for note in notes if not note.startswith("policy "))
@@ -151,7 +151,7 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
 
 
 def shown_timeline(title: str, timeline: Timeline, graph: StageGraph, mode: str) -> ShownTimeline:
-    """A timeline for the page; that of a step with a flush has its critical path."""
+    """Return a timeline for the page, with its critical path if it is of a step with a flush."""
     from anabranch.report.timeline_layout import ShownTimeline
     from anabranch.simulator.critical_path import critical_path
 
@@ -166,7 +166,7 @@ def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
 
 
 def _headline(run: Run) -> str:
-    """Return the first sentence: what a step took, and what the plan says of it."""
+    """Return the first sentence: the measured step, and the plan's prediction of it."""
     is_async = run.mode == "async"
     what, seconds = ("A mini-batch", run.period_s) if is_async else ("A step", run.median_step_s)
     if run.predicted is not None:

@@ -1,4 +1,4 @@
-"""A finished run and the document of its figures, from which terminal, JSON and page all tell."""
+"""A finished run, and the document of its figures that terminal, JSON and page all show."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.timeline import Timeline
 
 RECORDED_STEPS = 3
-"""Steps of which a timeline is recorded at a time; the one with the median time is shown."""
+"""Steps whose timelines are recorded at a time; the one with the median time is shown."""
 
 WEIGHED_STEP = 2 + RECORDED_STEPS
-"""The step whose peak memory is measured: after one that sets up, and those with a timeline."""
+"""Step whose peak memory is measured: after one that sets up, and the steps with a timeline."""
 
 LAST_LOSSES = 10
-"""Losses whose mean is the loss of the last steps: that of one batch says little."""
+"""Losses whose mean is shown as the last loss: the loss of one batch says little."""
 
 _PACKAGES = ("anabranch", "torch", "numpy", "transformers", "safetensors", "pydantic", "typer")
 
 
 def versions() -> dict[str, str]:
-    """Python, the system and packages that matter."""
+    """Return the versions of Python, the system and the packages that matter."""
     versions = {"python": platform.python_version(), "system": platform.platform()}
     for name in _PACKAGES:
         try:
@@ -44,10 +44,10 @@ class Origin:
     """Origin of a run.
 
     Attributes:
-        command: as one would type it.
-        date: when it ended, ISO 8601 with the zone.
+        command: command line, as one would type it.
+        date: end of the run, ISO 8601 with the zone.
         host: name of the machine of the first rank.
-        versions: of Python, the system and packages.
+        versions: versions of Python, the system and packages.
     """
 
     command: str
@@ -57,7 +57,7 @@ class Origin:
 
     @staticmethod
     def here() -> Origin:
-        """This process, now."""
+        """Return the origin of this process, now."""
         name, *arguments = sys.argv or [""]
         name = "anabranch" if name.endswith(("/anabranch", "anabranch/__main__.py")) else name
         return Origin(
@@ -70,11 +70,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class StepPart:
-    """One of the parts that the predicted step is spent on; their seconds add up to it.
-
-    Attributes:
-        remark: what else there is to say.
-    """
+    """A part of the predicted step; the seconds of all parts add up to the step."""
 
     name: str
     seconds: float
@@ -83,11 +79,11 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out means, and the step that they were computed behind.
+    """Held-out means after a step.
 
     Attributes:
-        step: steps that the model had been trained for.
-        metrics: ``loss`` among them; None for what is not finite.
+        step: steps for which the model had been trained.
+        metrics: held-out means, ``loss`` among them; None for one that is not finite.
     """
 
     step: int
@@ -99,39 +95,39 @@ class Run:
     """A finished run.
 
     Attributes:
-        losses: one per step.
+        losses: loss of each step.
         step_s: wall seconds of the first steps, each of which began when all ranks were ready.
         ideal_step_s: the schedule's step for the measured stage times, links that cost nothing.
-        metrics: held-out means where there is held-out data, otherwise those of the last step; a
-            model may have some that are not finite.
-        evaluations: of the held-out data, in the order of their steps.
-        chance: metric -> what guessing would give.
+        metrics: held-out means if there is held-out data, otherwise metrics of the last step; some
+            may not be finite.
+        evaluations: evaluations of the held-out data, in the order of their steps.
+        chance: metric -> its value for a guess.
         timelines: headings and timelines of one step, predicted before measured.
-        period_s: wall seconds per step without a barrier; 0 where the run was too short to tell.
+        period_s: wall seconds per step without a barrier; 0 if the run was too short to tell.
         device_peak_bytes: per device, ascending, most bytes of tensors in a step; may be empty.
-        policy: of a run without a flush, else empty, as is what follows.
-        version_difference: per stage, most updates between forward and backward of a mini-batch.
+        policy: policy of a run without a flush, else empty.
+        version_difference: most updates between forward and backward of a mini-batch, per stage.
         peak_versions: per device, ascending, most copies of its stage's weights alive at once;
-            ``weight_bytes`` has their bytes.
+            ``weight_bytes`` has their bytes; empty with a flush.
         interrupted: the user ended it early, and nothing was evaluated.
-        failure: that ended it, as text: in the middle, where only losses, times and samples of the
-            steps before are known, or in the checkpoint or evaluation behind the last step.
+        failure: failure that ended it, as text: in the middle, where only losses, times and samples
+            of the steps before are known, or in the checkpoint or evaluation behind the last step.
         round_robin: replicas took mini-batches in turn, each of them whole.
         restarts: how often ranks were started again after a failure; figures are of the last time.
-        recoveries: steps that training went on from in a part of its processes, each with the
+        recoveries: steps from which training went on in a part of its processes, each with the
             failure before.
         stragglers: devices and links that took longer than predicted beside the others, at the last
             look, as text.
         plan_changes: steps and reasons of changes to another plan; ``plan`` is the last one, and
-            what was measured is of that.
-        gradients: what the comparison of gradients with one process said; empty if not known.
-        origin: None for a run that nobody has kept.
-        parts: what the predicted step is spent on; may be empty.
-        others_share: of the time of all processor cores of this machine, what other processes took
-            meanwhile; 0 where that is not known.
-        resumed: the checkpoint, or the folder of several, that it went on from; empty if from none.
+            measurements are of that.
+        gradients: result of the comparison of gradients with one process; empty if not known.
+        origin: origin of the run; None for one that is not kept.
+        parts: parts of the predicted step; may be empty.
+        others_share: share of the time of this machine's cores that other processes took meanwhile;
+            0 where not known.
+        resumed: checkpoint, or folder of several, from which it went on; empty if from none.
         first_step: steps that were done before it.
-        samples: of the batch of each step; empty where that is not known, or of a plan's batches.
+        samples: samples in the batch of each step; empty where not known, or as in the plan.
     """
 
     plan: Plan
@@ -165,15 +161,13 @@ class Run:
 
     @property
     def measured(self) -> Timeline | None:
-        """The timeline that was recorded: of the median step or, without a flush, of some
-        mini-batches.
-        """
+        """The measured timeline: of the median step or, without a flush, of some mini-batches."""
         return next((t for _, t in self.timelines if t.source == "measured"), None)
 
     @property
     def median_step_s(self) -> float:
-        """Median seconds of a step, which are those of the timeline where one was recorded; the
-        first, which sets things up, is left out. 0 where there were no steps.
+        """Median seconds of a step: of the measured timeline if there is one, else of all steps
+        but the first, which sets things up. 0 if there were no steps.
         """
         if self.measured is not None and not self.policy:
             return self.measured.step_s
@@ -186,15 +180,15 @@ class Run:
 
     @property
     def predicted(self) -> Prediction | None:
-        """Prediction of the plan; None where that is for another mode, policy or batches."""
+        """Prediction of the plan; None if it is for another mode, policy or batch size."""
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
         is_other = self.round_robin != self.plan.round_robin or self.other_samples
         return self.plan.predicted if is_planned and not is_other else None
 
     @property
     def other_samples(self) -> tuple[int, ...]:
-        """Fewest and most samples of a batch, where the plan is for others: of most batches, or of
-        a larger one. The last batch of an epoch may have fewer.
+        """Fewest and most samples of a batch; empty if most batches, and the largest, are as in the
+        plan. The last batch of an epoch may have fewer.
         """
         planned = self.plan.stage_graph.batch_size
         if not self.samples or statistics.median_high(self.samples) == max(self.samples) == planned:
@@ -202,7 +196,7 @@ class Run:
         return min(self.samples), max(self.samples)
 
     def figures(self) -> dict[str, Any]:
-        """The document that ``--json`` prints; lines and page say nothing else (``told``)."""
+        """Return the document that ``--json`` prints; lines and page show the same (``told``)."""
         predicted = self.predicted
         predicted_s = predicted.step_s if predicted is not None else None
         peaks = list(predicted.device_peak_bytes) if predicted is not None else None
@@ -251,7 +245,7 @@ class Run:
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     def _compute_ratio(self) -> float | None:
-        """Seconds of forwards and backwards over those predicted; None where not known."""
+        """Return measured over predicted seconds of forwards and backwards; None if not known."""
         predicted = next((t for _, t in self.timelines if t.source == "predicted"), None)
         if predicted is None or self.measured is None or not sum(predicted.busy_s.values()):
             return None
@@ -259,5 +253,5 @@ class Run:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has them: None for what is not finite."""
+    """Return metrics for JSON, with None for values that are not finite."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -109,15 +109,15 @@ def page(
         shown: timelines from top to bottom.
         figures: figures at the top; by default those predicted by the plan.
         tables: tables below the figures.
-        losses: of each step.
-        other_losses: likewise of another run, drawn over them in the second colour.
+        losses: loss of each step.
+        other_losses: losses of another run, drawn over them in the second colour.
         held_out: step -> loss of held-out data behind it.
         steps_before: steps of earlier runs, after which the losses begin.
         about: origin of the page, such as command and date.
-        notes: remarks, one sentence each; those of the plan come first.
-        version_difference: of a run without a flush, per stage: most updates between forward and
-            backward of a mini-batch, as measured.
-        peak_versions: likewise, per device, ascending: most copies of its weights.
+        notes: remarks, one sentence each; notes of the plan come first.
+        version_difference: most updates between forward and backward of a mini-batch, per stage, as
+            measured; empty with a flush.
+        peak_versions: most copies of its weights, per device, ascending; empty with a flush.
         headline: the first sentence; by default that of the plan's prediction.
     """
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
@@ -318,13 +318,13 @@ def _picture(drawing: Drawing) -> str:
 
 
 def _scrolling(content: str, label: str = "") -> str:
-    """Content that scrolls sideways; with a label, also by the keys of whoever tabs to it."""
+    """Return content that scrolls sideways; with a label it can be reached and scrolled by keys."""
     region = f' tabindex="0" role="region" aria-label="{escape(label)}"' if label else ""
     return f'<div class="panel-box"><div class="scroll"{region}>{content}</div></div>'
 
 
 def _canvas(name: str, title: str) -> str:
-    """The place of a canvas."""
+    """Return the element of a canvas."""
     keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
     extra = keys if name == "timeline" else ""
     missing = "<noscript>drawn by a script</noscript>"

@@ -7,8 +7,8 @@ Rows are in the order of the branches, so that the devices of one tower lie toge
 
     device 1 . stage 1   image      [F0][F1]......[B0][B1]
 
-All-reduces run while their device computes, and have a thin strip of the row for themselves.
-Updates are in the row itself, as they take the device's time.
+All-reduces run while their device computes, and have a thin strip of the row of their own. Updates
+are in the row itself, as they take the device's time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DeviceRow:
     """The row of a device.
 
     Attributes:
-        stages: of the device, usually one.
-        branch: of the first of its stages.
+        stages: stages of the device, usually one.
+        branch: branch of its first stage.
         computes, messages, sums, updates: computes, sends and receives, all-reduces, and updates
             with their all-gathers, each sorted by start.
     """

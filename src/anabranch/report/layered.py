@@ -25,7 +25,7 @@ class LayoutParameters:
     """Parameters of the layout.
 
     Attributes:
-        sweeps: barycentre sweeps, and passes over the heights, at most.
+        sweeps: most barycentre sweeps, and most passes over the heights.
         lane: height of the lane of a passing edge, in pixels.
         direct: weight of an edge between neighbouring layers; longer ones have weight 1.
     """
@@ -192,8 +192,8 @@ def _chains(graph: _Expanded) -> list[int]:
 def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dict[int, int]:
     """Map chains to positions from top to bottom.
 
-    There are some, as chains never cross: they are unbroken in a depth-first walk, and by
-    barycentres a node of a chain has the place of the one beside it.
+    Such positions exist because chains never cross: they are unbroken in a depth-first walk, and by
+    barycentres a node of a chain has the same place as its neighbour in the chain.
     """
     below: dict[int, set[int]] = {c: set() for c in chain}
     for v, w, _ in above:
@@ -217,8 +217,8 @@ def _neighbours(graph: _Expanded, chain: Sequence[int]) -> dict[int, dict[int, f
 def _pushed_apart(
     y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
 ) -> dict[int, float]:
-    """Move chains that are too close halfway between where they would fit if only lower ones moved,
-    and if only upper ones did. ``pairs`` are sorted from top to bottom.
+    """Move chains that are too close: each to the middle between its place if only lower chains
+    moved and its place if only upper ones did. ``pairs`` are sorted from top to bottom.
     """
     lower, upper = dict(y), dict(y)
     for a, b in pairs:

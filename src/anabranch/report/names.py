@@ -25,7 +25,7 @@ def graph_prefix(graph: StageGraph) -> str:
 
 
 def same_stages(graph: StageGraph) -> Hashable:
-    """Return what stage graphs have in common whose numbers mean the same stages."""
+    """Return a key that is equal for stage graphs whose numbers mean the same stages."""
     return tuple((stage.operators, stage.devices) for stage in graph.stages), graph.edges
 
 

@@ -110,7 +110,7 @@ def _panel(panel: timeline_layout.Panel, is_endless: bool) -> dict[str, Any]:
 
 
 def _once(rows: Iterable[list[list[Any]]]) -> list[list[list[Any]] | int]:
-    """Rows, or the index of an equal one before it: replicas of a stage are alike."""
+    """Return rows, with the index of an earlier row in place of an equal one, as of replicas."""
     first: dict[str, int] = {}
     result: list[list[list[Any]] | int] = []
     for i, row in enumerate(rows):

@@ -14,7 +14,7 @@ from anabranch.timeline import Timeline
 
 
 def busy_shares(graph: StageGraph, timeline: Timeline) -> list[float]:
-    """Share of the time that each stage computes on its devices, without their other stages."""
+    """Return the share of time in which each stage computes on its devices."""
     seconds = [0.0] * len(graph)
     for span in timeline.spans:
         if span.action.kind.is_compute and span.action.stage < len(graph):
@@ -33,8 +33,8 @@ def stage_table(
     """Return a table of the stages, with times of the timelines that executed this plan.
 
     Args:
-        version_difference: per stage, see ``page``; empty with a flush, as is the next.
-        number: of the plan's stages among those of the page, for its script.
+        version_difference: see ``page``, as for ``peak_versions``.
+        number: number of this stage graph among those of the page, for its script.
     """
     graph = plan.stage_graph
     own = [one for one in shown if names.same_stages(one.graph) == names.same_stages(graph)]

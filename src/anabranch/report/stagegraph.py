@@ -1,7 +1,7 @@
 """Pictures of a stage graph: a box per stage, branches side by side.
 
-Boxes with names where all fit beside each other; else small ones with the number alone, in rows of
-as many columns as fit, an edge to the next row in the space between::
+Boxes have names if all fit beside each other. Otherwise they are small, with the number only, in
+rows of as many columns as fit; edges to another row go through the space between rows::
 
     [0] -> [1] -> [2] --+
     +-------------------+
@@ -22,11 +22,12 @@ from anabranch.report.theme import PIXELS, Drawing, escape, num, rect, shorten, 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Sizes of the boxes of a picture and of what is between them, in pixels.
+    """Sizes of the boxes of a picture and of the space between them, in pixels.
 
     Attributes:
-        gap: between columns; ``below``: between boxes of a column, ``row_space``: between rows.
-        side: left and right of all boxes.
+        gap: space between columns; ``below``: between boxes of a column, ``row_space``: between
+            rows.
+        side: space to the left and right of all boxes.
         tip: length of the head of an edge.
     """
 
@@ -46,11 +47,11 @@ SMALL = Boxes(34.0, 26.0, 14.0, 8.0, PIXELS.margin + 14, 5.0, 26.0)
 
 Edge = tuple[int, int]
 Box = Callable[[int, float, float], Sequence[str]]
-"""Draws the box of a stage with its left upper corner at x and y."""
+"""(stage, x, y) -> elements of its box with the left upper corner at x and y."""
 
 
 def width_of(graph: StageGraph) -> float:
-    """Width of the picture with names."""
+    """Return the width of the picture with names."""
     columns = max(longest_distances(len(graph), graph.edges)) + 1
     return 2 * NAMED.side + columns * (NAMED.width + NAMED.gap) - NAMED.gap
 

@@ -17,13 +17,12 @@ class Pixels:
     """Sizes of pages and pictures, in pixels.
 
     Attributes:
-        margin: between a picture and its edge.
+        margin: space between a picture and its edge.
         small_type: type size in the boxes of stages.
         label, second_label: type sizes beside the rows of a timeline, of first and second lines.
-        most_arrows, most_arrow_rows: messages drawn as arrows, and rows of such a picture, at most.
-        width: pixels of the pictures: a page of 1280 without its margins.
-        narrowest: pixels of the pictures on a phone, where they scroll instead of
-            shrinking further.
+        most_arrows, most_arrow_rows: most messages drawn as arrows, and most rows of such pictures.
+        width: width of pictures: a page of 1280 without its margins.
+        narrowest: width of pictures on a phone, where they scroll instead of shrinking further.
     """
 
     margin: float = 22.0

@@ -151,7 +151,7 @@ ROW_SIZES = (
     (128, (9.0, 3.0, 1.0, 4.0)),
     (10**9, (6.0, 2.0, 1.0, 3.0)),
 )
-"""(rows at most, (height of a row, height of its all-reduces, gap between rows, gap between
+"""(most rows, (height of a row, height of its all-reduces, gap between rows, gap between
 branches)), in pixels."""
 
 

@@ -107,11 +107,11 @@ class StepTotals:
 class LateTotals:
     """Totals of steps that are read when others are under way, begun in one order on all ranks.
 
-    Without a flush a rank may learn from mini-batches in another order than others, or not at all.
-    What was learned too early is kept until its turn::
+    Without a flush a rank may learn from mini-batches in another order than other ranks, or not at
+    all. An outcome that comes too early is kept until its turn::
 
-        given out   5  6  7  8          6 and 8 are learned or none of this rank's
-        begin       -  .  -  .          5 holds them up; with it, 5 and 6 are begun
+        given out   5  6  7  8          6 and 8 are learned, or not of this rank
+        begin       -  .  -  .          5 holds them up; with it, the sums of 5 and 6 begin
 
     Attributes:
         begun: totals whose losses nobody has taken.
@@ -143,7 +143,7 @@ class LateTotals:
         self._learned[number] = outcome
 
     def begin(self) -> None:
-        """Begin all sums before which no other is missing."""
+        """Begin all sums that no earlier one holds up."""
         while self._given_out and self._given_out[0][0] in self._learned:
             number, leaves, digest = self._given_out.popleft()
             outcome = self._learned.pop(number)
@@ -158,7 +158,7 @@ class LateTotals:
             self.begun.append(self.newest)
 
     def settle(self) -> None:
-        """Wait for all sums that have begun; their losses are still to be taken."""
+        """Wait for all sums that have begun; their losses can still be taken."""
         for totals in self.begun:
             totals.read()
 

@@ -1,8 +1,8 @@
 """Forward-backward improvement of a list schedule (Li and Willis, 1992).
 
-Passes are moved as late as they can be, the last ones first, and then as early as they can be, the
-first ones first, each into the first gap of its devices that is long enough. The first turn finds
-out which passes are urgent, which a list made from the first pass on cannot know.
+Passes are moved as late as possible, from the last to the first, and then as early as possible,
+from the first to the last, each into the first gap of its devices that is long enough. The first
+turn shows which passes are urgent; a list that is made from the first pass on cannot know that.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from anabranch.compiled import Floats, Ints, affordable, compiled
 
 
 class Links(NamedTuple):
-    """Per pass, those that it waits for, or those that wait for it.
+    """Predecessors of each pass, or its successors.
 
     Attributes:
-        first: where those of a pass begin, and the end.
-        other: numbers of passes.
-        between: seconds in between.
+        first: start in ``other`` of the links of each pass, and the end of the last.
+        other: numbers of predecessors or successors, one pass after the other.
+        between: least seconds between the two passes of a link.
     """
 
     first: Ints
@@ -29,13 +29,13 @@ class Links(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Links and lanes of passes, which with their lengths is all that moving them takes.
+    """Links and lanes of passes. A lane runs one pass at a time.
 
     Attributes:
-        waits: those that a pass waits for.
-        after: those that wait for it.
-        first_lane: where the lanes of a pass begin, and the end.
-        lane: numbers of lanes, which run one pass at a time.
+        waits: predecessors of each pass.
+        after: successors of each pass.
+        first_lane: start in ``lane`` of the lanes of each pass, and the end of the last.
+        lane: numbers of lanes, one pass after the other.
     """
 
     waits: Links
@@ -50,7 +50,7 @@ class Passes(NamedTuple):
 
 
 def links(count: int, passes: Ints, others: Ints, between: Floats) -> Links:
-    """Return the links of so many passes; one to each of the others, seconds in between."""
+    """Return links of ``count`` passes: ``passes[i]`` is linked with ``others[i]``."""
     order = np.argsort(passes, kind="stable")
     first = np.searchsorted(passes[order], np.arange(count + 1))
     return Links(first, others[order], between[order])
@@ -65,10 +65,10 @@ def justified(order: Ints, ends: Floats, seconds: Floats, passes: Passes) -> Flo
     """Return when passes start after they have moved.
 
     Args:
-        order: their numbers; each is behind those that it waits for, and of those that end or start
-            together.
-        ends: when they end before that.
-        seconds: their lengths.
+        order: passes in an order in which predecessors come first; it also decides between passes
+            that start or end together.
+        ends: end of each pass before the move.
+        seconds: length of each pass.
     """
     last_first = order[np.argsort(ends[order], kind="stable")][::-1].copy()
     starts = -_placed(last_first, seconds, passes, passes.after) - seconds
@@ -79,8 +79,8 @@ def justified(order: Ints, ends: Floats, seconds: Floats, passes: Passes) -> Flo
 def _placed(
     order: Ints, seconds: Floats, passes: Passes, waits: Links, *, is_last: bool = False
 ) -> Floats:
-    """Return when passes start, if one after the other gets the first gap that suits it, or the
-    time after all that its lanes have (``is_last``).
+    """Return when passes start, if one after the other gets the first gap that is long enough, or
+    with ``is_last`` the time after everything that its lanes have.
     """
     room = passes.room
     starts, taken = np.zeros(len(seconds)), Taken(room, room[:-1].copy(), *np.zeros((2, room[-1])))
@@ -90,13 +90,13 @@ def _placed(
 
 
 class Taken(NamedTuple):
-    """Times at which lanes are busy, those of each ascending.
+    """Intervals in which lanes are busy, ascending for each lane.
 
     Attributes:
-        first: where those of a lane begin, and the end of the last.
-        stop: where they end so far.
-        start: when each begins.
-        end: when each ends.
+        first: index of the first interval of each lane, and the end of the last.
+        stop: index behind the last interval of each lane so far.
+        start: start of each interval.
+        end: end of each interval.
     """
 
     first: Ints
@@ -136,7 +136,7 @@ def _place(
 
 
 def _gap(lane: int, start: float, length: float, is_last: bool, taken: Taken) -> float:
-    """Return when a gap of a length begins in a lane, at this time or later."""
+    """Return when the first gap of this length begins in a lane, not before ``start``."""
     first, stop = taken.first[lane], taken.stop[lane]
     if is_last:
         return max(start, taken.end[stop - 1]) if stop > first else start
@@ -156,7 +156,7 @@ def _gap(lane: int, start: float, length: float, is_last: bool, taken: Taken) ->
 
 
 def _take(lane: int, start: float, end: float, taken: Taken) -> None:
-    """Put the time of a pass in its place among those of a lane."""
+    """Insert an interval among those of a lane."""
     at = taken.stop[lane]
     taken.stop[lane] = at + 1
     while at > taken.first[lane] and _is_behind(at - 1, start, end, taken):
@@ -166,6 +166,6 @@ def _take(lane: int, start: float, end: float, taken: Taken) -> None:
 
 
 def _is_behind(at: int, start: float, end: float, taken: Taken) -> bool:
-    """Return True if a time in the list is behind another one."""
+    """Return True if an interval of the list is behind another one."""
     other = taken.start[at]
     return bool(other > start or (other == start and taken.end[at] > end))

@@ -1,5 +1,5 @@
-"""The passes of a stage graph as numbers, scheduled in a list: as ``zero_bubble`` says, or in the
-orders that stages have alone (``interleaved``).
+"""List schedules of a stage graph: passes get numbers, and one begins after the other, as
+``zero_bubble`` says or in an order fixed for each stage (``interleaved``).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class ListPasses:
 
     @cached_property
     def _links(self) -> Passes:
-        """Links between passes, and their lanes."""
+        """Links between the passes, and the lanes of each."""
         parts: list[tuple[Ints, Ints, float]] = []
         first_source, sources = self._source
         for s, stage in enumerate(self.graph.stages):
@@ -222,7 +222,7 @@ def interleaved(graph: StageGraph, orders: Sequence[Order]) -> dict[int, Order]:
 
 
 def _rows(rows: Iterable[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Return where rows begin, and the end, and their numbers behind one another."""
+    """Return the start of each row, with the end of the last, and all rows in one array."""
     listed = [*rows]
     first = np.cumsum([0, *map(len, listed)])
     return first, np.array([number for row in listed for number in row], np.int64)

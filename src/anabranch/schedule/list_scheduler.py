@@ -20,26 +20,26 @@ INFINITY = float("inf")
 
 
 class ListProblem(NamedTuple):
-    """Stages and their passes.
+    """Stages and their passes. A lane stands for all devices that have the same stages.
 
     Attributes:
         batch: samples of the step.
-        size: per stage, samples of a micro-batch.
-        microbatches: their number.
-        in_flight: micro-batches that it may hold.
-        is_first: whether its backwards are whole.
-        weights_s: seconds of the gradients of weights of a micro-batch.
-        number: per stage and kind, the number of its first pass.
-        seconds: per pass.
-        first_source: per stage, and whether gradients come from them, where its sources begin.
-        source: the stages that passes of a stage wait for.
-        message_s: seconds between.
-        first_lane: per stage, where its lanes begin.
-        lane: one of its devices for each set of stages that these have.
-        first_beside: per stage, where others on its devices begin.
-        beside: these.
-        fixed: kinds of the passes of each stage in its order, as many for all; empty where orders
-            are free.
+        size: samples of a micro-batch, per stage.
+        microbatches: number of micro-batches, per stage.
+        in_flight: micro-batches that a stage may hold.
+        is_first: 1 for stages whose backwards are whole.
+        weights_s: seconds of the gradients of weights of one micro-batch, per stage.
+        number: number of the first pass of each stage and kind.
+        seconds: length of each pass.
+        first_source: start in ``source`` of the sources of each stage and direction.
+        source: stages whose values (forward) or gradients (backward) a stage waits for.
+        message_s: seconds of a message from each source.
+        first_lane: start in ``lane`` of the lanes of each stage.
+        lane: lanes of all stages, one stage after the other.
+        first_beside: start in ``beside`` of the other stages on the devices of each stage.
+        beside: stages that share devices, one stage after the other.
+        fixed: kinds of passes in the order of each stage, padded to one length with -1; empty
+            where orders are free.
     """
 
     batch: int
@@ -64,13 +64,13 @@ class ListState(NamedTuple):
     """A list schedule as far as it is made.
 
     Attributes:
-        begun: per stage and kind, passes begun.
-        ends: per pass, when it ends.
-        order: passes begun, in their order.
-        free: per lane, when it has nothing to do.
-        start: per stage, when its next pass can start.
-        kind: of that pass; -1 for none.
-        stale: per stage, whether its next pass has to be chosen anew.
+        begun: number of passes begun, per stage and kind.
+        ends: end of each pass that has begun.
+        order: passes in the order in which they began.
+        free: end of the last pass of each lane.
+        start: earliest start of the next pass of each stage.
+        kind: kind of that pass; -1 for none.
+        stale: 1 for stages whose next pass has to be chosen anew.
     """
 
     begun: Ints
@@ -178,14 +178,14 @@ def _choose(s: int, problem: ListProblem, state: ListState) -> None:
 def _as_fixed(
     s: int, forward: float, gradient: float, problem: ListProblem, state: ListState
 ) -> tuple[float, float]:
-    """Return when the passes can start, infinity for that which is not next."""
+    """Return both starts, with infinity for the pass that is not next in the fixed order."""
     at = state.begun[3 * s] + state.begun[3 * s + GRADIENT]
     is_forward = at < problem.fixed.shape[1] and problem.fixed[s, at] == FORWARD
     return (forward, INFINITY) if is_forward else (INFINITY, gradient)
 
 
 def _forward(s: int, problem: ListProblem, state: ListState) -> float:
-    """Return when all is there that the next forward needs; infinity if that is not known yet."""
+    """Return when the next forward has all its inputs; infinity if that is not known yet."""
     number = state.begun[3 * s]
     held = number - state.begun[3 * s + WEIGHTS]
     if number == problem.microbatches[s] or held >= problem.in_flight[s]:
@@ -194,7 +194,7 @@ def _forward(s: int, problem: ListProblem, state: ListState) -> float:
 
 
 def _gradient(s: int, problem: ListProblem, state: ListState) -> float:
-    """Return likewise for the next gradient of inputs."""
+    """Return when the next gradient of inputs has all its inputs; infinity if not known yet."""
     number = state.begun[3 * s + GRADIENT]
     if number == state.begun[3 * s]:
         return INFINITY

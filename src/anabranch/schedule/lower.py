@@ -98,8 +98,10 @@ def messages(
     forward: bool = True,
     inside_devices: bool = False,
 ) -> Iterator[Message]:
-    """Generate the messages from one stage to another, ascending; or what passes from one to the
-    other inside devices, without a message.
+    """Generate the messages from one stage to another, by ascending samples.
+
+    Args:
+        inside_devices: generate what a device hands from one stage to the other without a message.
     """
     table = message_table(graph, source, target, forward=forward, inside_devices=inside_devices)
     return map(Message._make, table.T.tolist())

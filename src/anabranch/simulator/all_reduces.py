@@ -1,4 +1,4 @@
-"""All-reduces of a stage graph: which gradients devices sum up, in pieces, and their seconds."""
+"""All-reduces of a stage graph: the gradients that devices sum up, in pieces, and their seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from anabranch.simulator.stage_costs import StageCosts
 
 
 class Piece(NamedTuple):
-    """Gradients that are final together and take their ports together: a bucket, part of a large
-    one, so that messages get between, or several small ones.
+    """Gradients that are final together and occupy their ports together: a bucket, a part of a
+    large one (messages may go between parts), or several small ones.
 
     Attributes:
         final: per stage of the all-reduce, the operator whose backward is the last that adds to
@@ -42,10 +42,10 @@ class AllReduce(NamedTuple):
     backwards of all of these stages.
 
     Attributes:
-        device_s: what all of it takes of each device's own time.
-        gather_s: where the devices share the optimizer's state, seconds in which they send each
-            other what they have updated, after the update.
-        gather_work_s: what that takes of each device's own time.
+        device_s: seconds that the sums take of each device's own time.
+        gather_s: seconds of the all-gather behind the update, in which devices that share the
+            optimizer's state send each other the parameters they have updated.
+        gather_work_s: seconds that the all-gather takes of each device's own time.
     """
 
     stages: tuple[int, ...]
@@ -58,20 +58,20 @@ class AllReduce(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts, one after the other."""
+        """Seconds of all pieces, one after the other."""
         return sum(piece.seconds for piece in self.pieces)
 
 
 def all_reduce_of(
     cost: CostModel, holders: Sequence[StageCosts], devices: Sequence[tuple[int, ...]]
 ) -> AllReduce | None:
-    """The sum of the parameters that all of some stages read, and no others, over all devices of
-    these; None where there is nothing to sum. The stages are numbered from 0.
+    """Return the all-reduce of the parameters that exactly these stages read, over all of their
+    devices; None where there is nothing to sum. The stages are numbered from 0.
     """
     ring = tuple(sorted({device for held in devices for device in held}))
     if len(ring) == 1:
@@ -111,10 +111,10 @@ def all_reduce_of(
 
 
 def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parameter) -> int:
-    """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows.
+    """Return the bytes of a gradient in a ring, or of a ring that takes as long as its rows.
 
     Args:
-        samples: of a batch on the fullest device.
+        samples: samples of a batch on the fullest device.
     """
     if parameter.table is None or not cost.has_rows(parameter):
         return parameter.nbytes
@@ -128,13 +128,13 @@ def _bucket(gradients: Sequence[_Gradient], price: tuple[float, float]) -> Piece
 
 
 def _sharded(work: AllReduce, gather_work_s: float) -> AllReduce:
-    """A sum that one device of the ring has, and its way to the others: half of the ring each."""
+    """Return a reduce-scatter before the update, an all-gather behind it: half of a ring each."""
     pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
     return work._replace(pieces=pieces, gather_s=work.seconds / 2, gather_work_s=gather_work_s)
 
 
 def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Small buckets together, large ones cut, by ``piece_bytes``."""
+    """Join small buckets and cut large ones, by ``piece_bytes``."""
     left = sum(bucket.nbytes for bucket in buckets)
     before, count = 0, 1
     pieces: list[Piece] = []

@@ -34,12 +34,12 @@ class Overheads:
 
     Attributes:
         slowdown: how many times as long computing takes while 1, 2, ... devices of a host compute;
-            empty where each computes on its own.
-        message_s: seconds of the devices at both ends of a message, on each of them.
+            empty where devices do not slow each other down.
+        message_s: seconds that a message takes of the device at each end.
         step_s: seconds of each device in a step besides its actions, sums and updates.
         read_s: seconds in which each device reads a batch, before a step.
-        agreement_s: seconds of each device until all know the totals of a step, before the latency
-            in between and behind it.
+        agreement_s: seconds of each device in the exchange of a step's totals, once before
+            ``agreement_latency_s`` and once behind it.
     """
 
     slowdown: Sequence[float] = ()
@@ -51,17 +51,17 @@ class Overheads:
 
 
 class StepCosts(Protocol):
-    """Prices of one stage graph, nothing unless they are given. Samples are those of one replica's
-    slice of a micro-batch.
+    """Prices of one stage graph; a price that a subclass does not define is zero. ``samples`` are
+    those of one replica's slice of a micro-batch.
     """
 
     @property
     def overheads(self) -> Overheads:
-        """Besides the work."""
+        """Seconds of devices besides their work."""
         return Overheads()
 
     def host(self, device: int) -> int:
-        """The host whose processors a device shares."""
+        """Return the host whose processors a device shares."""
         return 0
 
     @property
@@ -89,11 +89,11 @@ class StepCosts(Protocol):
         return 0.0, 0.0
 
     def route(self, a: int, b: int) -> Route:
-        """The way from device a to device b."""
+        """Return the way from device a to device b."""
         return Route(0.0, 0.0, ())
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """The sums of gradients before an update; those of the same devices in their order."""
+        """Return the all-reduces before an update; those of the same devices in their order."""
         return ()
 
     def tied_stages(self) -> Collection[tuple[int, ...]]:
@@ -101,7 +101,7 @@ class StepCosts(Protocol):
         return ()
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
-        """Share of a backward after which an operator has been passed."""
+        """Share of a backward's seconds that have passed when an operator's backward has ended."""
         return 1.0
 
     def update_s(self, stage: int) -> float:
@@ -109,13 +109,13 @@ class StepCosts(Protocol):
         return 0.0
 
     def held_bytes(self, stage: int, device: int) -> tuple[float, float]:
-        """Memory of a device of a stage with nothing in flight, and on top while its gradients are
-        summed, after all backwards.
+        """Bytes of a stage on a device with nothing in flight, and bytes on top while its gradients
+        are summed, after all backwards.
         """
         return 0.0, 0.0
 
     def flight_bytes(self, stage: int, samples: int) -> FlightBytes:
-        """Memory of a micro-batch."""
+        """Bytes of a micro-batch in flight."""
         return FlightBytes(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -124,9 +124,9 @@ class ModelCosts(StepCosts):
     """Prices from a profile and a cluster.
 
     Attributes:
-        versions: per stage, versions of its weights that are held; empty for one everywhere.
-        slower: device -> how many times as long it computes as the profile says, where it does; a
-            stage takes as long as the slowest of its devices.
+        versions: versions of its weights that each stage holds; empty for one everywhere.
+        slower: device -> how many times as long as in the profile it computes; 1 where it is
+            missing. A stage takes as long as the slowest of its devices.
 
     Raises:
         InvalidPlanError: if the stages do not hold each operator of the model exactly once, or
@@ -177,7 +177,7 @@ class ModelCosts(StepCosts):
         )
 
     def host(self, device: int) -> int:
-        """The innermost group of the cluster."""
+        """Return the innermost group of the cluster to which a device belongs."""
         return device // self.cost.cluster.levels[0].size
 
     @cached_property
@@ -194,7 +194,7 @@ class ModelCosts(StepCosts):
         return self._stages[stage].weight_share(samples)
 
     def pass_s(self, stage: int, kind: Kind, samples: int) -> float:
-        """A second half takes as long besides its operators as any pass."""
+        """Seconds of a pass; gradients of weights also have the fixed seconds of any pass."""
         seconds = super().pass_s(stage, kind, samples)
         if kind is Kind.WEIGHT_GRADIENT and samples:
             seconds += self.cost.calibration.pass_s * (self._slower[stage] if self.slower else 1.0)
@@ -222,7 +222,7 @@ class ModelCosts(StepCosts):
 
     @remembered
     def all_reduces(self) -> Sequence[AllReduce]:
-        """One per set of stages that read the same parameters, over all devices of these."""
+        """Return an all-reduce per set of stages with common parameters, over all their devices."""
         groups = {(s,) for s in range(len(self.graph))} | {*self.tied_stages()}
         works = (work for work in map(self._sum, groups) if work)
         return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
@@ -261,13 +261,13 @@ class ModelCosts(StepCosts):
     def peak_bytes(
         self, in_flight: Iterable[int], *, split: bool = False, waiting: bool = False
     ) -> float:
-        """Return the peak of the fullest device with so many micro-batches in flight; stages of one
-        device are taken to be at their peaks together.
+        """Return the peak of the fullest device; stages of one device are taken to be at their
+        peaks together.
 
         Args:
+            in_flight: micro-batches in flight of each stage.
             split: backwards are in two halves.
-            waiting: gradients of weights of all of them wait, which is the most that a list
-                schedule may hold.
+            waiting: the gradients of weights of all but one wait, the most in a list schedule.
         """
         peaks = list[float]()
         for s, count in enumerate(in_flight):
@@ -278,8 +278,8 @@ class ModelCosts(StepCosts):
         return max(sum(peaks[s] for s in stages) for stages in self.graph.stages_of.values())
 
     def peak_along(self, order: Order) -> float:
-        """Return the peak of a device that computes in this order. Gradients of weights that wait
-        keep what their backward takes on top.
+        """Return the peak of a device that computes in this order. While gradients of weights wait
+        to be computed, bytes of their backward stay (``FlightBytes.waiting``).
         """
         resident = 0.0
         changes = np.zeros((1 + max(order.stages, default=0), len(Kind), 2))
@@ -292,8 +292,8 @@ class ModelCosts(StepCosts):
         return float(np.cumsum([resident, *changes[stages, kinds].flat]).max())
 
     def most_in_flight(self, stage: int, capacity: float) -> int:
-        """Return the micro-batches of a stage that so much memory of its devices holds; stages of
-        one device share what is left when each holds the fewest.
+        """Return how many micro-batches of a stage fit into ``capacity`` bytes of its devices.
+        Stages of one device share the memory that is left when each holds its fewest.
         """
         held, most = self.held(stage), self.graph.num_microbatches(stage)
         together = {t for d in self.graph.stages[stage].devices for t in self.graph.stages_of[d]}
@@ -306,7 +306,7 @@ class ModelCosts(StepCosts):
 
 
 def with_lengths(costs: ModelCosts) -> StageGraph:
-    """Return the stages with the lengths by which lists are scheduled, in units of the slowest."""
+    """Return the stages with lengths for list schedules, per sample in units of the slowest one."""
     graph, stages = costs.graph, list[Stage]()
     slices = [costs._most(s) for s in range(len(graph))]
     seconds = [costs.compute_s(s, samples) for s, samples in enumerate(slices)]
@@ -328,7 +328,7 @@ def with_lengths(costs: ModelCosts) -> StageGraph:
 
 
 def _message_s(costs: ModelCosts, s: int, t: int) -> float:
-    """Return the seconds of the first message of a stage edge, if nothing else is on its way."""
+    """Return the seconds of the first message of a stage edge on idle links."""
     graph = costs.graph
     if not costs.message_edges.goes_forward((s, t)):
         return 0.0
@@ -344,9 +344,9 @@ class StageTimes(StepCosts):
     """Seconds per stage, links that cost nothing, no memory.
 
     Attributes:
-        forward_s: per stage, {samples of one device's slice: seconds}. A count that is missing is
-            taken in proportion to the nearest one.
-        backward_s: likewise.
+        forward_s: per stage, {samples of one device's slice: seconds of a forward}. A count that is
+            missing is taken in proportion to the nearest one.
+        backward_s: the same for a backward.
         message_edges: stage edges along which stages wait for one another.
     """
 

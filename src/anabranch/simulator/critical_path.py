@@ -43,7 +43,7 @@ def critical_path(
 ) -> list[PathSegment]:
     """Return the critical path of a step, the latest part first, without gaps.
 
-    Of a measured step, what was waited for longest is taken to be what was waited for.
+    In a measured step, a compute is taken to have waited for the input that came last.
     """
     return list(_History(timeline, graph, edges).path())
 
@@ -53,7 +53,7 @@ class _History:
 
     def __init__(self, timeline: Timeline, graph: StageGraph, edges: MessageEdges) -> None:
         self._needs, self._step_s = needs(graph, edges), timeline.step_s
-        self._near = 1e-9 * timeline.step_s  # seconds that only rounding makes
+        self._near = 1e-9 * timeline.step_s  # seconds that rounding alone can cause
         computes = [
             _PathEvent(s.start, s.end, Cause.COMPUTE, s.device, (s.action.stage,), s.action)
             for s in timeline.spans
@@ -103,8 +103,8 @@ class _History:
                 place = source.device if source is not None else place
 
     def _last(self, device: int, time: float) -> tuple[_PathEvent | None, float]:
-        """The last event of a device that has begun before a time, and until when by then it was
-        busy; of two events the one that ends later, compute before an all-reduce beside it.
+        """Return the last event of a device that began before a time, and until when it was busy by
+        then; of two events the one that ends later, compute before an all-reduce beside it.
         """
         candidates: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):
@@ -114,11 +114,11 @@ class _History:
         return event, min(event.end, time) if event else 0.0
 
     def _latest(self, devices: Iterable[int], time: float) -> int:
-        """The device that was busy last before a time."""
+        """Return the device that was busy last before a time."""
         return max(sorted(devices), key=lambda device: self._last(device, time)[1], default=-1)
 
     def _awaited(self, event: _PathEvent) -> list[_PathEvent]:
-        """Computes of other stages that a compute needs values or gradients of."""
+        """Return the computes of other stages whose values or gradients a compute needs."""
         assert event.action is not None
         compute = compute_of(event.action, event.device)
         needed = self._needs.get(compute, ())
@@ -129,7 +129,7 @@ _CAUSES = {"agreement": Cause.AGREEMENT, "update": Cause.UPDATE, "gather": Cause
 
 
 def _by_device(events: Iterable[_PathEvent]) -> dict[int, Sequence[_PathEvent]]:
-    """Events of some length by device, ascending."""
+    """Return the events of each device, ascending, without those of no length."""
     by_device: dict[int, list[_PathEvent]] = defaultdict(list)
     for event in sorted(events, key=attrgetter("start", "end")):
         if event.end > event.start:

@@ -1,14 +1,14 @@
 """A clock with events, and processor cores that several jobs share; compiled.
 
-Nothing in here knows of stages, messages or networks. Whoever may be waited for has at most one
-event at a time, so there is a slot for each, and the next event is the winner of a tournament::
+Nothing in here knows of stages, messages or networks. Each source of events has at most one event
+at a time and a slot for it; the next event is the winner of a tournament between the slots::
 
     winners        3
-                3     0           when one of the slots below changes, those above it
-    slots      2 3   0 1          are all that may change
+                3     0           when a slot changes, only the winners above it
+    slots      2 3   0 1          can change
 
-An event has a place among those of the same time, the order in which they were taken, so a run is
-repeatable to the last bit. A place can be taken early and the event put in later or never.
+Events at the same time are ordered by their places, numbers that are taken in ascending order, so a
+run is repeatable to the last bit. A place can be taken early and the event put in later or never.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anabranch.simulator.records import ClockRecord, HostRecord, NodeRecord, Tab
 
 
 def tournament(slots: int) -> list[tuple[int, int, float]]:
-    """``NodeRecord`` rows of as many slots, without events."""
+    """Return the ``NodeRecord`` rows of a number of slots, all without events."""
     winners = [*range(-slots, slots)]
     for node in range(slots - 1, -1, -1):
         winners[node] = winners[2 * node] if node else 0
@@ -28,7 +28,7 @@ def tournament(slots: int) -> list[tuple[int, int, float]]:
 
 
 def expect(slot: int, time: float, place: int, nodes: Table[NodeRecord]) -> None:
-    """Let the event of a slot be at a time, whatever it was before; infinity for never."""
+    """Set the time of a slot's event, whatever it was before; infinity for never."""
     slots = len(nodes) >> 1
     at = slots + slot
     event = nodes[at]
@@ -45,13 +45,13 @@ def expect(slot: int, time: float, place: int, nodes: Table[NodeRecord]) -> None
 
 
 def expect_at(slot: int, time: float, clock: ClockRecord, nodes: Table[NodeRecord]) -> None:
-    """Let the event of a slot be at a time, behind all that are at that time so far."""
+    """Set the time of a slot's event, behind all events that are at that time so far."""
     clock.last_place += 1
     expect(slot, time, clock.last_place, nodes)
 
 
 def next_event(clock: ClockRecord, nodes: Table[NodeRecord]) -> int:
-    """Go on to the next event; its slot, or -1 if there is none."""
+    """Go on to the next event and return its slot, or -1 if there is none."""
     slot = nodes[1].winner
     event = nodes[(len(nodes) >> 1) + slot]
     if event.time == math.inf:
@@ -64,10 +64,10 @@ def next_event(clock: ClockRecord, nodes: Table[NodeRecord]) -> int:
 def begin_job(
     host: HostRecord, slot: int, d: int, seconds: float, clock: ClockRecord, step: Tables
 ) -> None:
-    """Begin so many seconds of one core's work of a device: the more jobs there are on a host, the
-    longer all take. Only the job that ends next has an event, that of the host.
+    """Begin a job of a device that takes one core ``seconds`` alone; the more jobs a host has, the
+    longer each takes. Only the job that ends next has an event, in the slot of the host.
 
-    Jobs are in the order of the work that one running job will have done by their ends.
+    Jobs are listed in the order in which they end, by the ``HostRecord.work`` at their ends.
     """
     devices = step.devices
     if host.jobs > 0:
@@ -88,7 +88,7 @@ def begin_job(
 
 
 def end_job(host: HostRecord, slot: int, clock: ClockRecord, step: Tables) -> int:
-    """End the job that ends first; its device."""
+    """End the first job of a host and return its device."""
     d = host.head
     host.since, host.work = clock.now, step.devices[d].work
     host.jobs -= 1

@@ -1,9 +1,9 @@
 """Events of a simulated step, compiled.
 
-``simulator.run`` says what it stands for. A message is an event only for a device that waits for
-it: its arrival is known as soon as it starts to move. Events are those of devices (a message that
-one waits for has arrived, a part of its unit has ended), then of queues of sums, of hosts whose
-devices share cores (a job has ended).
+``simulator.run`` describes the model of a step. A message is an event only for a device that waits
+for it: its arrival is known as soon as it starts to move. Slots of events belong to devices (the
+awaited message has arrived, or a part of the unit has ended), then to queues of sums (an all-reduce
+has ended), then to hosts whose devices share cores (a job has ended).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from anabranch.simulator.records import (
 class Role(IntEnum):
     """Kinds of units.
 
-    ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
-    stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
-    takes: of messages, or of the step. In ``GATHER`` devices that share an optimizer's state send
-    each other what they have updated. ``BEGIN`` is where a step begins behind another one.
+    ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for the sums of
+    all stages of the device, and then for all devices. ``OVERHEAD`` is time of a device besides its
+    actions: for messages, or for the step. In ``GATHER`` devices that share an optimizer's state
+    send each other the parameters they have updated. ``BEGIN`` begins a step behind another one.
     """
 
     ACTION = 0
@@ -67,7 +67,7 @@ def play(step: Tables) -> None:
 
 
 def _advance(d: int, clock: ClockRecord, step: Tables) -> None:
-    """Go through the list of one device until it computes or has to wait."""
+    """Execute the list of one device until it computes or has to wait."""
     device, messages, lists = step.devices[d], step.messages, step.lists
     count = len(messages)
     while device.at < device.stop:
@@ -126,7 +126,7 @@ def _meet(m: int, clock: ClockRecord, step: Tables) -> None:
 
 
 def _occupy(first: int, stop: int, seconds: float, clock: ClockRecord, step: Tables) -> float:
-    """Take ports for a while, as soon as all are free; when that is."""
+    """Occupy ports for these seconds as soon as all are free; return when that begins."""
     start = clock.now
     for i in range(first, stop):
         start = max(start, step.free[step.lists[i]])
@@ -136,7 +136,7 @@ def _occupy(first: int, stop: int, seconds: float, clock: ClockRecord, step: Tab
 
 
 def _receive(device: DeviceRecord, clock: ClockRecord, step: Tables) -> None:
-    """The message has arrived that a device waits for."""
+    """Take the message that a device has waited for."""
     message = step.messages[device.message]
     message.waiter = device.message = -1
     _post(message.first_release, message.stop_release, clock, step)
@@ -144,7 +144,7 @@ def _receive(device: DeviceRecord, clock: ClockRecord, step: Tables) -> None:
 
 
 def _gather(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
-    """The last device of a group to come starts their all-gather, on the ports of their sums."""
+    """Join a gather; the last device of the group starts it, on the ports of its all-reduces."""
     group = step.barriers[unit.group]
     group.missing -= 1
     if group.missing > 0:
@@ -158,7 +158,7 @@ def _gather(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
 
 
 def _wait(d: int, barrier: BarrierRecord, devices: Table[DeviceRecord]) -> None:
-    """A device waits behind the others at a barrier."""
+    """Put a device at the end of the queue of a barrier."""
     devices[d].behind = -1
     if barrier.head < 0:
         barrier.head = d
@@ -187,7 +187,7 @@ def _compute(d: int, clock: ClockRecord, step: Tables) -> None:
 
 
 def _end_part(d: int, clock: ClockRecord, step: Tables) -> None:
-    """A part of a unit has ended: gradients may be final. With the last one the unit has."""
+    """End a part of a unit, after which gradients may be final; the last part ends the unit."""
     device = step.devices[d]
     unit = step.units[device.unit]
     stage, part = unit.stage, device.part
@@ -204,12 +204,12 @@ def _end_part(d: int, clock: ClockRecord, step: Tables) -> None:
         device.at += 1
         _advance(d, clock, step)
     if part >= 0:
-        # After the messages of a backward, which other stages wait for.
+        # Behind the messages of the backward, because other stages wait for these.
         _give(device.updates + stage, step.parts[part], clock, step)
 
 
 def _give(updates: int, part: PartRecord, clock: ClockRecord, step: Tables) -> None:
-    """A device's gradients of the pieces of a part are final."""
+    """Count the gradients of one device as final, for all pieces of a part."""
     lists = step.lists
     for i in range(part.first, part.stop):
         piece = step.pieces[lists[updates] * len(step.sums) + lists[i]]
@@ -234,7 +234,7 @@ def _sum_next(q: int, clock: ClockRecord, step: Tables) -> None:
 
 
 def _end_sum(q: int, clock: ClockRecord, step: Tables) -> None:
-    """An all-reduce has ended: the next one, and those who have waited for it."""
+    """End an all-reduce: start the next of its queue, and let devices go on that waited for it."""
     clock.end = max(clock.end, clock.now)
     queue, lists = step.queues[q], step.lists
     work, update = step.sums[lists[queue.turn]], queue.update
@@ -271,7 +271,7 @@ def _await_sums(d: int, stage: int, clock: ClockRecord, step: Tables) -> None:
 
 
 def _agree(d: int, clock: ClockRecord, step: Tables) -> None:
-    """A device is through its list; the last one to have its sums lets all go on."""
+    """Wait for the sums of all stages of a device; the last device that has them lets all go on."""
     devices = step.devices
     for i in range(devices[d].first_stage, devices[d].stop_stage):
         barrier = step.barriers[step.lists[i]]

@@ -1,11 +1,11 @@
-"""A judge of proposed stage graphs, which simulates as few of them as will do.
+"""A judge of proposed stage graphs, which simulates no more of them than it has to.
 
-- A step is at least what its busiest stage computes, plus the way to that stage and back from it; a
-  period at least what the busiest device computes and sums up. Proposals are simulated by rising
-  bounds, up to the first whose bound is above the best so far, and nothing is lost by that.
-- Of a proposal that is well above the best under one warm-up the others are not simulated
-  (``warm_up_gain``), and a plan may be lost by that: of random drafts one in fourteen is more than
-  1 % shorter under the minimal warm-up than under the deep one.
+- A step takes at least the compute of its busiest stage, plus the way to that stage and back from
+  it; a period at least the compute and the sums of the busiest device. Proposals are simulated by
+  rising bounds, up to the first whose bound is above the best so far. That loses nothing.
+- A proposal that is well above the best under one warm-up is not simulated under other warm-ups
+  (``warm_up_gain``). That may lose a plan: of random drafts one in fourteen is more than 1 %
+  shorter under the minimal warm-up than under the deep one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Judge:
     """Keeps the proposal that is best by an objective and fits memory.
 
     Attributes:
-        best: the winner so far; the first that fits, while none has been simulated.
+        best: the winner so far; while none has been simulated, the first that fits.
         simulated: micro-batches times devices simulated so far, a measure of the work done.
-        too_big: bytes that each run needed that does not fit, on its fullest device.
-        unfit: their proposals.
+        too_big: bytes on the fullest device of each run that does not fit.
+        unfit: proposals of the runs in ``too_big``.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -46,19 +46,19 @@ class Judge:
     def consider(
         self, proposals: Iterable[StageGraph], allowed: float = math.inf, *, in_order: bool = False
     ) -> bool:
-        """Judge proposals until ``simulated`` comes to ``allowed``; whether one is the best now, as
-        simulated: one that is only the first to fit is not.
+        """Judge proposals until ``simulated`` comes to ``allowed``; return True if one of them has
+        been simulated and is the best now.
 
         Args:
-            in_order: likely ones come first, whose results prune the rest. Otherwise those with the
-                least bounds do.
+            in_order: judge the proposals in their order, as the likely ones come first and prune
+                the rest. Otherwise the ones with the least bounds come first.
         """
         before = self.best
         new = [proposal for proposal in dict.fromkeys(proposals) if proposal not in self._seen]
         for some in ([proposal] for proposal in new) if in_order else [new]:
             if self.best is not None and self.simulated >= allowed:
                 break
-            # Of equal bounds, which are the rule of one proposal, the deepest warm-up comes first.
+            # Runs of one proposal have equal bounds; of these the deepest warm-up comes first.
             candidates = [c for proposal in some for c in reversed([*self._candidates(proposal)])]
             if self.best is None and candidates:
                 self.best = min(candidates, key=lambda candidate: candidate.least_s)
@@ -79,7 +79,7 @@ class Judge:
         self._take([(candidate, seconds)])
 
     def _is_longer(self, proposal: StageGraph, least_s: float) -> bool:
-        """Return True if a proposal that takes at least so long is none of the best."""
+        """Return True if a proposal with this lower bound is longer than the best."""
         if least_s <= self._limit_s:
             return False
         self._least_s[proposal] = min(least_s, self._least_s.get(proposal, math.inf))
@@ -87,35 +87,35 @@ class Judge:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds beyond which a proposal is none of the best."""
+        """Most seconds of a proposal that is as good as the best."""
         return self.best_s * (1 + self._objective.equal)
 
     def _take(self, simulated: Iterable[tuple[ScheduledProposal, float]]) -> None:
         simulated = [*self._equals, *simulated]
-        # It may have begun at a limit that none has come to.
+        # ``best_s`` may have begun as a limit that no proposal has reached.
         self.best_s = min(self.best_s, *(seconds for _, seconds in simulated))
         self._equals = [(c, seconds) for c, seconds in simulated if seconds <= self._limit_s]
         if self._equals:
             self.best, _ = min(self._equals, key=lambda simulated: self._objective.rank(*simulated))
 
     def seconds(self) -> dict[StageGraph, float]:
-        """Seconds of the proposals that fit: as simulated, or a lower bound."""
+        """Return the seconds of the proposals that fit: simulated, or else a lower bound."""
         return self._least_s | self._seconds
 
     def ranked(self, factor: float = 2.0) -> list[StageGraph]:
-        """Proposals whose seconds may be within a factor of the best, the shortest first, those
-        that were simulated before the others.
+        """Return the proposals whose seconds may be within a factor of the best: first those that
+        were simulated, then those with a bound only, each by ascending seconds.
         """
         limit, known = factor * self.best_s, self.seconds()
         near = (proposal for proposal in known if known[proposal] <= limit)
         return sorted(near, key=lambda proposal: (proposal not in self._seconds, known[proposal]))
 
     def winner(self, planner: str) -> ScheduledProposal:
-        """The best.
+        """Return the best proposal.
 
         Raises:
             InfeasiblePlanError: if no proposal can run or fits; the message has the least memory
-                that would do.
+                that would suffice.
         """
         if self.best is not None:
             return self.best
@@ -135,8 +135,8 @@ class Judge:
         raise InfeasiblePlanError(f"planner {planner} proposes nothing for {cluster.name}")
 
     def _candidates(self, proposal: StageGraph) -> Iterator[ScheduledProposal]:
-        """Ways to run a proposal that fit, unless they take longer than the best for sure; of those
-        that do not fit the bytes or the reason are remembered.
+        """Generate the ways to run a proposal that fit in memory and may be as good as the best.
+        The bytes of runs that do not fit are kept, and the reasons of refusals.
         """
         self._seen.add(proposal)
         objective, memory_bytes = self._objective, self._objective.cost.cluster.memory_bytes

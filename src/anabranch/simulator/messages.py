@@ -22,19 +22,19 @@ from anabranch.simulator.records import MessageRecord
 T = TypeVar("T", int, Ints)
 
 RECEIVES, COMPUTE, SENDS, UPDATE = range(4)
-"""Phases at a position of a list."""
+"""Phases at one position of a list, in their order."""
 
 
 def place(position: T, phase: T | int) -> T:
-    """A place in the list of a device; position -1 is before all that the list has."""
+    """Return the place of a phase at a position; position -1 is before the whole list."""
     return 4 * (position + 1) + phase
 
 
 class Lists:
-    """Lists of devices with something at places of an original list.
+    """Lists of devices that are made by putting entries at places of an original list.
 
     Args:
-        lengths: of the original lists; before each and behind it is room for more.
+        lengths: lengths of the original lists; there are places before and behind each.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -43,23 +43,23 @@ class Lists:
         self._values: list[Ints] = []
 
     def put(self, devices: Ints | int, places: Ints, values: Ints) -> None:
-        """Put entries at these places, behind those that are there already; as NumPy broadcasts."""
+        """Put entries at places, behind entries already there; arguments broadcast as in NumPy."""
         keys = self._begin[devices] + places
         self._keys.append(keys.ravel())
         self._values.append(np.broadcast_to(values, keys.shape).ravel())
 
     def joined(self) -> tuple[Ints, Ints]:
-        """All entries, and where those of each device begin and end."""
+        """Return all entries, and the start of each device's entries with the end of the last."""
         keys = np.concatenate(self._keys)
         order = np.argsort(keys, kind="stable")
         return np.concatenate(self._values)[order], np.searchsorted(keys[order], self._begin)
 
 
 class Positions:
-    """Positions of the passes of stages in the lists of devices, by number in the step.
+    """Positions of the passes of each stage in the lists of devices.
 
     Args:
-        orders: of each device.
+        orders: order of each device.
         stages: number of stages.
     """
 
@@ -74,11 +74,11 @@ class Positions:
                 self._first[row, stage, int(forward)] = count
                 count += len(positions)
                 parts.append(positions)
-        self._found = np.concatenate(parts)
+        self._positions = np.concatenate(parts)
 
     def of(self, devices: Ints, stages: Ints, forward: Ints, microbatches: Ints) -> Ints:
         """Return the positions of passes of these micro-batches."""
-        at: Ints = self._found[self._first[self._row[devices], stages, forward] + microbatches]
+        at: Ints = self._positions[self._first[self._row[devices], stages, forward] + microbatches]
         return at
 
 
@@ -87,7 +87,7 @@ class Messages:
     """Every message of a step before its clock runs.
 
     Attributes:
-        table: by index; ``first`` and ``stop`` are places in ``ports``.
+        table: one row per message; ``first`` and ``stop`` are indices in ``ports``.
     """
 
     table: Table[MessageRecord]
@@ -108,23 +108,23 @@ class Messages:
 
 
 def concatenated(tables: Sequence[Table[MessageRecord]]) -> Table[MessageRecord]:
-    """A copy of these tables behind one another; as whole numbers, which NumPy copies faster."""
+    """Return a copy of the tables in one; as whole numbers, which NumPy copies faster."""
     numbers = np.concatenate([np.asarray(table).view(np.int64) for table in tables])
     rows: Any = numbers.view(record_type(MessageRecord))
     return cast("Table[MessageRecord]", rows.view(np.recarray))
 
 
 class Transfers(NamedTuple):
-    """Messages of a stage graph under any schedule, those of each stage edge in a row.
+    """Messages of a stage graph under any schedule, stage edge after stage edge.
 
     Attributes:
-        ends: of each message: rows of sending and receiving stages, and whether it goes forward.
-        table: as ``message_table``.
-        nbytes: of each.
-        occupies: seconds of the ports on its way.
-        order: their numbers by channel, which is a stage edge between two devices.
-        first: where those of a channel begin in this order.
-        routes: of each channel.
+        ends: three rows with a column per message: sending stage, receiving stage, 1 for forward.
+        table: columns of ``message_table``.
+        nbytes: bytes of each message.
+        occupies: seconds in which each message occupies its ports.
+        order: numbers of the messages, sorted by channel: a stage edge between two devices.
+        first: start in ``order`` of the messages of each channel.
+        routes: route of each channel.
     """
 
     ends: Ints
@@ -174,8 +174,8 @@ def port_seconds(costs: StepCosts, graph: StageGraph) -> Mapping[int, float]:
 
 
 def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists) -> Messages:
-    """Number the messages that ``lower`` would put in, and list them before and behind the
-    computes.
+    """Number the messages that ``lower`` would insert, and put them into the lists of devices:
+    receives before their computes, sends behind.
     """
     index = np.zeros(max(*graph.devices, *schedule.actions) + 1, np.int64)
     index[[*schedule.actions]] = np.arange(len(schedule.actions))
@@ -189,7 +189,7 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
 
 
 def _priced(costs: StepCosts, transfers: Transfers) -> Messages:
-    """Price messages and link each to the one with which its receive is posted."""
+    """Price messages and link each to the one after which its receive is posted."""
     order, first, routes = transfers.order, transfers.first, transfers.routes
     lengths = np.diff(first, append=len(order))
     bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
@@ -216,8 +216,8 @@ def _message_bytes(costs: StepCosts, way: tuple[int, int, bool], samples: int) -
 
 
 def _openers(channel: Ints, microbatch: Ints, number: Ints) -> Ints:
-    """Per message of sorted channels, with which one its receive is posted: the last of the
-    micro-batch before it in its channel; -1 for at once.
+    """Return the message after which each receive is posted: the last of the micro-batch before it
+    in its channel, or -1 for at once. Messages are sorted by channel.
     """
     if not len(channel):
         return channel

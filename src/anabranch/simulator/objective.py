@@ -1,14 +1,14 @@
 r"""Objectives of planning: the shortest step with a flush, or the shortest period without one.
 
-A judge (``simulator.judge``) is the same for both. What differs is how a proposal runs, how long
-that takes, and which of two equally quick plans is the better one:
+One judge (``simulator.judge``) serves both. They differ in how a proposal runs, how long that
+takes, and which of two equally quick plans is the better one:
 
     ===========================  ==================================  ===========================
     \                            ``ShortestStep``                    ``ShortestPeriod``
     ===========================  ==================================  ===========================
     in flight                    by each of several schedules, as    by asynchronous 1F1B
                                  far as memory allows
-    versions of the weights      1                                   those of the weight policy
+    versions of the weights      1                                   by the weight policy
     seconds                      of one step                         from mini-batch to mini-batch
     as good as the best          within 1e-9                         within 1e-3
     then better                  less recomputation, memory, warm-up  less depth, then likewise
@@ -39,7 +39,7 @@ from anabranch.simulator.sums import least_sum_s
 from anabranch.weights import WeightPolicy
 
 Run = tuple[StageGraph, str]
-"""Stages with their in-flight counts, and the key of ``schedule.SCHEDULES``."""
+"""Stages with their in-flight counts, and a key of ``schedule.SCHEDULES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class ScheduledProposal:
     """A proposal as it would run.
 
     Attributes:
-        graph: see ``Run``, as for the schedule.
-        least_s: a lower bound of its seconds.
-        peak_bytes: see ``peak_bytes``.
+        graph: stages with their in-flight counts, see ``Run``, also for the schedule.
+        least_s: lower bound of its seconds.
+        peak_bytes: most bytes on the fullest device.
     """
 
     proposal: StageGraph
@@ -80,10 +80,10 @@ class ShortestStep:
             the others to be simulated as well. At 1 % a plan for a slow network was 19 % longer; at
             50 % searches took up to half as much time again, and found nothing shorter.
         equal: times that differ by less, as a share, are the same.
-        kept: stage graphs whose prices are kept.
-        suits: what refused proposals do not do, for the message.
-        held: what is held in memory besides the usual, likewise.
-        remedy: against too little memory, likewise.
+        kept: number of stage graphs whose prices are kept.
+        suits: phrase of the error message: what refused proposals fail to do.
+        held: phrase of the error message: what is held in memory besides the usual.
+        remedy: phrase of the error message: what helps against too little memory.
     """
 
     cost: CostModel
@@ -106,8 +106,8 @@ class ShortestStep:
         return f" with gradients of weights that wait under {names} (1f1b needs less)"
 
     def prices(self, proposal: StageGraph) -> ModelCosts:
-        """Prices of the stages as they run; an error if they cannot. Those asked for last are
-        kept, as a proposal is judged under one schedule after the other.
+        """Return the prices of a proposal; an error if it cannot run. The last ones are kept, since
+        a proposal is judged under one schedule after the other.
         """
         known: dict[StageGraph, ModelCosts] = self.cost.memo.setdefault(ModelCosts, {})
         if (costs := known.get(proposal)) is None:
@@ -117,28 +117,28 @@ class ShortestStep:
         return costs
 
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
-        """Every way to run these stages, that with least memory first."""
+        """Generate every way to run these stages, the one with least memory first."""
         for schedule in self.schedules:
             graph = with_lengths(costs) if schedule in LISTS else costs.graph
             yield rule_named(schedule).warm_up(graph, partial(self._room, costs)), schedule
 
     def peak_bytes(self, costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
-        """Most bytes on the fullest device, see ``peak_bytes``."""
+        """Return the most bytes on the fullest device, see the function ``peak_bytes``."""
         return peak_bytes(costs, graph, schedule)
 
     def _room(self, costs: ModelCosts, s: int) -> int:
-        """Micro-batches in flight that the memory of a stage's devices holds."""
+        """Return how many micro-batches in flight fit into the memory of a stage's devices."""
         return costs.most_in_flight(s, self.cost.cluster.memory_bytes)
 
     def least_s(self, costs: ModelCosts, enough: float) -> float:
-        """A lower bound of the seconds, however the stages run, no closer than it takes to be more
-        than ``enough``; an error if they have no price.
+        """Return a lower bound of the seconds under any schedule; an error if a stage has no price.
+        A bound above ``enough`` is not made any tighter.
         """
         return _least_s(costs, enough, not SPLIT_BACKWARDS.isdisjoint(self.schedules))
 
     def measure(self, candidate: ScheduledProposal) -> tuple[float, int]:
-        """Seconds, and the micro-batches times devices that it took to simulate them. Simulations
-        are remembered, as a plan is compared with baselines that its search has simulated as well.
+        """Return the seconds, and the micro-batches times devices that were simulated for them.
+        Simulations are remembered: baselines of a comparison were often simulated by the search.
         """
         known: dict[Run, tuple[float, int]] = self.cost.memo.setdefault(ShortestStep, {})
         run = graph, _ = candidate.graph, candidate.schedule
@@ -147,8 +147,8 @@ class ShortestStep:
         return known[run]
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
-        """Order of plans with equal times, the least wins: nothing is computed twice for memory
-        that is not needed.
+        """Return the rank among plans with equal times; the least wins. Recomputation counts first,
+        so that nothing is computed twice for memory that is not needed.
         """
         in_flight = sum(stage.in_flight for stage in candidate.graph.stages)
         return candidate.num_recomputing, candidate.peak_bytes, in_flight
@@ -163,21 +163,21 @@ def _least_s(costs: ModelCosts, enough: float, split: bool) -> float:
 class ShortestPeriod:
     """The shortest time from one mini-batch to the next without a flush.
 
-    Many plans have the same one: the slowest stage decides it, however many stages come after it.
-    The one with the shortest longest way to the sink is then the best, because its weights are the
-    least stale.
+    Many plans have the same period: the slowest stage decides it, however many stages follow. Of
+    these the plan whose longest way to the sink is shortest is the best, because its weights are
+    the least stale.
 
     Attributes:
         last_update: see ``weights.versions_held``.
-        in_turns: replicas take whole mini-batches in turn; for proposals with replicas.
+        in_turns: replicas take whole mini-batches in turn.
         weighs_updates: a period in turns counts ``sqrt(R)``-fold if every stage has R replicas or
             more. Decided: the whole model then makes at most one update for R mini-batches, a less
             noisy one, which is taken for that share of the progress. By the period alone plain data
             parallelism in turns won by a few percent; a third of the updates cost 2.0 and 18.1
             points of accuracy (``benchmarks.convergence.depths``), a pipeline under ``2bw-ef`` 0.4
             and 10.1.
-        whole: prices of the same stages with the operators that ``cost`` has as one apart, since
-            the memory of a pass goes by their order; None where there are none.
+        whole: returns the prices of the same stages with every operator by itself, since the memory
+            of a pass depends on their order; None if ``cost`` joins no operators into one.
     """
 
     cost: CostModel
@@ -213,7 +213,7 @@ class ShortestPeriod:
         return ModelCosts(order.graph, self.cost, versions)
 
     def order(self, graph: StageGraph) -> asynchronous.AsynchronousOrder:
-        """Order of mini-batches of a graph that ``prices`` has made: in turns, one of rounds."""
+        """Return the order of mini-batches of a graph from ``prices``; in turns, one round."""
         if self.in_turns:
             return asynchronous.AsynchronousOrder(graph, 1, True)
         return asynchronous.split_batches(graph)
@@ -248,8 +248,8 @@ Objective = ShortestStep | ShortestPeriod
 
 
 def peak_bytes(costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
-    """Most bytes on the fullest device; of a list schedule more, if that fits as well and is
-    quicker to tell.
+    """Return the most bytes on the fullest device. For a list schedule an upper bound, which is
+    quicker to tell, is returned if that fits as well.
     """
     in_flight = [stage.in_flight for stage in graph.stages]
     is_list = schedule in LISTS
@@ -270,20 +270,21 @@ def _work(graph: StageGraph) -> int:
 def least_step_s(
     graph: StageGraph, costs: StepCosts, enough: float = math.inf, *, split: bool = False
 ) -> float:
-    """A lower bound of the step under any schedule, in seconds; ``split``: of split backwards.
+    """Return a lower bound of the seconds of a step under any schedule.
 
-    The busiest stage works through its micro-batches. Before its first forward lies at least one
-    forward of each stage on the way to it, and after its last backward one backward of each stage
-    on the way back and what is left of the all-reduce of that stage, before the
-    update and after it. Gradients of weights may be computed meanwhile where backwards are split:
-    of all stages but those without predecessors. Messages are left out, and all-reduces, which take
-    longest to price, where the bound is more than ``enough`` without.
+    The busiest stage works through its micro-batches. Before its first forward there is at least
+    one forward of each stage on the way to it. After its last backward there is one backward of
+    each stage on the way back, and the part of a stage's all-reduce that its backwards cannot hide,
+    before the update and after it. With ``split`` backwards gradients of weights may be computed
+    meanwhile, except in stages without predecessors. Messages are left out, and all-reduces, which
+    take longest to price, where the bound is more than ``enough`` without.
     """
     count = len(graph)
     busy, first = [0.0] * count, [0.0] * count
-    # Seconds until the last gradients of inputs, of the last ones, and of those of weights behind.
+    # Seconds until the last gradients of inputs end, of the last of these alone, and of the
+    # gradients of weights behind it.
     returned, last, rest = [0.0] * count, [0.0] * count, [0.0] * count
-    # Of the replica that has least to do, for devices with several stages.
+    # ``busy`` and ``returned`` of the replica that has least to do, for devices with several stages
     fewest_busy, fewest_returned = [0.0] * count, [0.0] * count
     sizes: list[set[int]] = []
     for s, stage in enumerate(graph.stages):
@@ -298,7 +299,7 @@ def least_step_s(
         returned[s] = max(final * ways[n] + ways[z] for n, z in slices)
         fewest_busy[s] = min(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
         fewest_returned[s] = min(final * ways[n] + ways[z] for n, z in slices)
-        # Of several slices, the bound must not assume which one a neighbour waits for.
+        # The bound must not assume which of several slices a neighbour waits for.
         first[s] = min(seconds[n][0] for n in seconds if n)
         last[s] = min(back[n] for n in seconds if n)
         rest[s] = min(seconds[n][1] - back[n] for n in seconds if n)

@@ -1,4 +1,4 @@
-"""A schedule as numbers that are looked up once, before the clock runs.
+"""A schedule compiled to numbers, before the clock runs.
 
 Every message gets an index that both ends know, so that the event loop reads lists of integers
 instead of comparing actions. A device's list, with 40 messages in all::
@@ -30,16 +30,16 @@ from anabranch.simulator.sums import Mark, Sum, final_pieces, gradient_marks, pl
 
 
 class ComputeUnit(NamedTuple):
-    """Compute that many steps have in common.
+    """Compute or waiting of a device. Equal units share one number, see ``ComputeUnits``.
 
     Attributes:
-        stage: index, or -1.
+        stage: index of its stage, or -1.
         before: bytes that are taken when it starts.
         after: bytes that are released when it ends.
         group: index of the devices of a gather, or -1.
         marks: its parts, where gradients become final in it.
-        posts: receives that a ``BEGIN`` posts.
-        ports: that a ``GATHER`` takes.
+        posts: messages whose receives a ``BEGIN`` posts.
+        ports: ports that a ``GATHER`` occupies.
     """
 
     stage: int
@@ -54,14 +54,14 @@ class ComputeUnit(NamedTuple):
 
 
 class ComputeUnits:
-    """Units by number; equal ones are one.
+    """Numbers of the units of a program.
 
     Attributes:
-        numbers: of all that are known, ascending.
-        groups: stages and devices of the gathers that several devices start together, likewise.
+        numbers: unit -> its number, ascending.
+        groups: (stages, devices) of each gather -> its number, ascending.
 
     Args:
-        besides_s: seconds of each update besides its own.
+        besides_s: seconds of each update besides the update itself.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ComputeUnits:
         self._pieces = final_pieces(sums)
 
     def number(self, unit: ComputeUnit) -> int:
-        """Return the index of a unit."""
+        """Return the number of a unit, a new one if it is new."""
         return self.numbers.setdefault(unit, len(self.numbers))
 
     @cached_property
@@ -93,7 +93,7 @@ class ComputeUnits:
 
     @cached_property
     def slices(self) -> Mapping[int, list[tuple[int, ...]]]:
-        """Per device, of its stages: index, samples of the first and the last slice."""
+        """Device -> (stage, samples of its first slice, of its last) for each of its stages."""
         by_device: dict[int, list[tuple[int, ...]]] = {device: [] for device in self._device}
         for (s, device), replica in self._replica_of.items():
             last = self._graph.num_microbatches(s) - 1
@@ -110,7 +110,7 @@ class ComputeUnits:
         return self._costs.update_s(stage) + self._besides_s
 
     def action(self, action: Action, device: int, is_last: bool) -> int:
-        """Return the unit of a compute.
+        """Return the number of the unit of a compute.
 
         Args:
             is_last: whether it is the last backward of its stage before an update.
@@ -120,22 +120,22 @@ class ComputeUnits:
         return self._priced(stage, action.kind, stop - start, is_last)
 
     def update(self, stage: int) -> int:
-        """Return the unit of the update of a stage."""
+        """Return the number of the unit of the update of a stage."""
         return self.number(ComputeUnit(stage, self._update_s(stage), role=Role.UPDATE))
 
     def overhead(self, seconds: float) -> int:
-        """Return the unit of a device's time outside actions."""
+        """Return the number of the unit of a device's time outside actions."""
         return self.number(ComputeUnit(-1, seconds, role=Role.OVERHEAD))
 
     def agreement(self) -> list[int]:
-        """Return the units in which devices exchange totals."""
+        """Return the numbers of the units in which devices exchange totals."""
         seconds = self._costs.overheads.agreement_s
         meeting = self.number(ComputeUnit(-1, 0.0, role=Role.AGREEMENT))
         messages = [self.overhead(seconds)] * (seconds > 0)
         return [*messages, meeting, *messages]
 
     def gathers(self, work: AllReduce) -> list[int]:
-        """Return the units of the all-gather after an all-reduce."""
+        """Return the numbers of the units of the all-gather after an all-reduce."""
         members = tuple(self._device[device] for device in work.devices)
         group = self.groups.setdefault((work.stages, members), len(self.groups))
         unit = ComputeUnit(-1, work.gather_s, group=group, role=Role.GATHER, ports=work.ports)
@@ -158,14 +158,14 @@ class Program:
     """A schedule with its messages and prices.
 
     Attributes:
-        devices: as in the schedule; everything else counts devices by their position in here.
-        entries: their actions as integers, and the units of other roles, one device's behind the
-            other's.
-        first: where those of a device begin, and the end.
-        stages: of each device.
-        groups: devices that gather together what they have updated.
-        sums: the all-reduces of one update, by piece; those of a queue in their order.
-        updates: of every stage.
+        devices: devices as in the schedule; everything else counts devices by their position here.
+        entries: lists of all devices as integers, one device after the other.
+        first: start in ``entries`` of the list of each device, and the end of the last.
+        stages: stages of each device.
+        units: units by number.
+        groups: devices of each gather.
+        sums: all-reduces of one update, by piece; those of one queue in their order.
+        updates: number of updates of every stage.
     """
 
     devices: tuple[int, ...]
@@ -185,7 +185,7 @@ class Program:
 
     @cached_property
     def code(self) -> list[list[int]]:
-        """Entries per device."""
+        """Entries of each device."""
         return [part.tolist() for part in np.split(self.entries, self.first[1:-1])]
 
 
@@ -195,8 +195,8 @@ def compile_schedule(
     """Price every action and number the messages.
 
     Args:
-        per_update: micro-batches of an update, which is behind the last backward of them; 0 for a
-            single one, behind everything else.
+        per_update: number of micro-batches after which a stage updates, behind the last backward of
+            these; 0 for a single update, behind everything else.
     """
     schedule = schedule.computes
     orders, devices = schedule.orders, tuple(schedule.actions)
@@ -223,7 +223,7 @@ def compile_schedule(
     priced = agreed_s > 0 or any(map(costs.update_s, range(len(graph))))
     if updates == 1 and (priced or any(work.gather_s for work in works)):
         behind += units.agreement()
-    # Replicas share one list; those with slices of the same size do the same.
+    # Replicas share one list; where their slices have the same size, so do their entries.
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for device, order in orders.items():
         alike[id(order), *units.slices[device]].append(device)
@@ -243,7 +243,7 @@ def compile_schedule(
             phase, unit = np.repeat([x[1:] for x in listed], [*map(len, at)], axis=0).T
             where = np.array([index[device] for device in members])[:, None]
             lists.put(where, place(np.concatenate(at), phase), ~(first_unit + unit))
-    # What the first stages read is needed first.
+    # The next step needs the parameters of the first stages first.
     for work in reversed(works):
         for device in work.devices if work.gather_s else ():
             numbers = np.array(units.gathers(work))
@@ -268,7 +268,7 @@ def compile_schedule(
 def _with_overheads(
     entries: Ints, first: Ints, messages: Messages, units: ComputeUnits
 ) -> tuple[Ints, Ints]:
-    """Insert the seconds that a message takes of its device behind each send and receive."""
+    """Insert behind each send and receive the seconds that it takes of the device."""
     at = np.flatnonzero(entries >= -len(messages))
     x = entries[at]
     taken = messages.table["end"][np.where(x < 0, ~x, x)]
@@ -280,8 +280,8 @@ def _with_overheads(
 
 
 def in_a_row(program: Program, count: int, read_s: float) -> Program:
-    """So many steps, one after the other: a device begins the next when it has ended one and read a
-    batch, which takes ``read_s``, and they agree on nothing in between.
+    """Return the program of ``count`` steps in a row. A device begins a step when it has ended the
+    one before and read a batch, which takes ``read_s``; devices agree on nothing in between.
     """
     size, units = program.size, [*program.units]
     roles = np.array([unit.role for unit in units])

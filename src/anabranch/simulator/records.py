@@ -1,8 +1,8 @@
 """Tables of a simulated step: what compiled code reads and writes.
 
-A table has one record per device, message and so on, with what is known before the clock runs and
-what changes while it does. ``first`` and ``stop`` are where a record's part of ``Tables.lists``
-begins and ends, unless another table is named; indices are -1 for none, flags 0 or 1.
+A table has one record per device, message and so on; some fields are set before the clock runs,
+the others change while it does. ``first`` and ``stop`` are the start and the end of a record's part
+of ``Tables.lists``, unless another table is named; indices are -1 for none, flags 0 or 1.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from anabranch.compiled import Floats, Ints, Table
 class ClockRecord:
     """The clock of a step, and its totals."""
 
-    place: int  # of the current event, among those of the same time
-    last_place: int  # the last one that was taken
+    place: int  # of the current event, among events at the same time
+    last_place: int  # last place that was taken
     agreed: int  # devices that have agreed
     summed: int  # all-reduces that have begun
     stages: int
     now: float
     end: float  # of the last compute, all-reduce or update
-    begun: float  # of several steps, when a device last began one
+    begun: float  # latest start of a step by a device, where steps follow each other
     agreement_s: float
 
 
@@ -37,19 +37,19 @@ class NodeRecord:
 class DeviceRecord:
     """Position and state of a device in its list."""
 
-    at: int  # in its list
-    stop: int  # the end of the list
-    run: int  # the next one
-    updates: int  # in ``Tables.lists``, updates done of each stage
+    at: int  # index in ``Tables.lists`` of the entry that is next or goes on
+    stop: int  # end of its list
+    run: int  # row of ``Tables.runs`` of the current or next unit
+    updates: int  # start in ``Tables.lists`` of its numbers of updates, one per stage
     first_stage: int
     stop_stage: int
     unit: int  # the current one
     part: int  # of the current unit
-    message: int  # that it waits for
-    behind: int  # the device that waits behind it for the same thing
-    host: int  # if that has a clock of its own
-    next_job: int  # the device there whose job ends next
-    work: float  # done by a job of the host at the end of its own
+    message: int  # message that it waits for
+    behind: int  # next device in the queue of the same barrier
+    host: int  # row of ``Tables.hosts``; -1 where computing is never slowed down
+    next_job: int  # device of the same host whose job ends next
+    work: float  # ``HostRecord.work`` at the end of its job
 
 
 class UnitRecord:
@@ -58,13 +58,13 @@ class UnitRecord:
     role: int
     stage: int
     group: int
-    first: int  # of its parts; of a gather's ports; of receives that a beginning posts
+    first: int  # of its rows in ``Tables.parts``; of a gather's ports; of receives that BEGIN posts
     stop: int
     seconds: float
 
 
 class PartRecord:
-    """A part of a compute, behind which gradients of the pieces in its list are final."""
+    """A part of a unit; when it ends, gradients of the pieces in its list are final."""
 
     first: int
     stop: int
@@ -78,26 +78,26 @@ class MessageRecord:
     stop: int
     first_release: int  # messages whose receives are posted when this one has been taken
     stop_release: int
-    opener: int  # the message with which its receive is posted
-    ready: int  # sent or posted: it moves at the second of the two
-    place: int  # of its arrival
+    opener: int  # message after which its receive is posted; -1: from the start
+    ready: int  # 1 once it is sent or posted; it moves at the second of the two
+    place: int  # of its arrival, among events at the same time
     waiter: int  # device that waits for it
-    occupies: float
+    occupies: float  # seconds on its ports
     latency: float
-    end: float  # seconds of each of the devices at both ends
-    freed: float  # when it leaves its ports
+    end: float  # seconds that it takes of the device at each end
+    freed: float  # time at which it leaves its ports
     arrival: float
 
 
 class BarrierRecord:
-    """Something that devices wait for."""
+    """All-reduces or devices that devices wait for."""
 
-    left: int  # to happen before they can go on
-    head: int  # the first device that waits
-    tail: int
+    left: int  # all-reduces to end before devices can go on
+    head: int  # first device that waits
+    tail: int  # last device that waits
     first: int  # devices of a group
     stop: int
-    missing: int  # devices of the group that have not come yet
+    missing: int  # devices of the group that have not arrived
 
 
 class SumRecord:
@@ -116,26 +116,26 @@ class QueueRecord:
 
     first: int
     stop: int
-    turn: int  # the piece that is next, or goes on
-    update: int  # of which update
-    busy: int
+    turn: int  # index in ``Tables.lists`` of the piece that is next, or goes on
+    update: int  # number of the update to which that piece belongs
+    busy: int  # 1 while an all-reduce goes on
 
 
 class PieceRecord:
     """A piece in one update."""
 
-    to_come: int  # gradients that it waits for
-    begun: int  # all-reduces that had begun before its own
-    start: float
+    to_come: int  # gradients that are not final yet, one per stage and device
+    begun: int  # number of all-reduces that began before its own
+    start: float  # of its all-reduce
 
 
 class HostRecord:
     """Cores that devices share."""
 
-    jobs: int
-    head: int  # the device whose job ends first
-    work: float  # that one job would have done
-    since: float  # when that was noted
+    jobs: int  # number of running jobs
+    head: int  # device whose job ends first
+    work: float  # seconds of work that a job running all along would have done by ``since``
+    since: float  # time of the last change
 
 
 class RunRecord:
@@ -146,15 +146,15 @@ class RunRecord:
 
 
 class Tables(NamedTuple):
-    """All of a step.
+    """Tables of a step.
 
     Attributes:
-        lists: those of the devices, one behind the other, then others.
-        barriers: per update and stage, its all-reduces; then per group, its gather.
-        pieces: per update and piece.
-        free: per port, when it is.
-        speeds: of each of 0, 1, 2, ... jobs of a host.
-        runs: per device and unit in its list.
+        lists: lists of the devices, one after the other, then the lists of other records.
+        barriers: one per update and stage, for its all-reduces; then one per group, for its gather.
+        pieces: one per update and piece.
+        free: time from which each port is free.
+        speeds: speed of each job of a host that has 0, 1, 2, ... jobs.
+        runs: one per device and unit in its list.
     """
 
     clock: Table[ClockRecord]

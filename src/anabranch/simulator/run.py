@@ -8,10 +8,10 @@ Every device goes through its list of actions:
   first come first served per port; it occupies them for bytes / bandwidth of the slowest link and
   arrives one latency later. Ports are a device's own link in each direction and the network cards
   it shares with the devices of its node;
-- gradients are summed up in buckets while the last backward of a stage goes on: each bucket when
-  all of its replicas have passed the operators that add to it, those of the same devices one after
-  the other, as the runtime does it (``runtime.data_parallel.reducer``). They take the same ports as
-  messages, large ones in pieces, so that messages get between;
+- gradients are summed up in buckets while the last backward of a stage goes on, as in the runtime
+  (``runtime.data_parallel.reducer``): a bucket begins when all replicas have passed the operators
+  that add to it, and buckets of the same devices go one after the other. They occupy the same ports
+  as messages; large ones are cut into pieces, between which messages may go;
 - a device updates its stages when all devices are through their lists, their gradients are summed,
   and they have agreed on the loss;
 - on a calibrated cluster devices of one host compute the slower the more of them do at a time
@@ -43,15 +43,15 @@ from anabranch.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Repetitions:
-    """Tuned numbers of long runs whose seconds are told from shorter ones.
+    """Tuned numbers for predicting long runs from short ones.
 
     Attributes:
         steps_in_a_row: steps that are simulated to see how long one takes behind others.
-        most_in_a_row: actions of them at most; more take too long to be worth it.
-        tolerance: how much increases may differ between devices, as a share of the longer
-            run: rounding.
-        batches: mini-batches that one of three streams has more than the one before.
-        most_streams: times that streams are simulated, each twice as long as the one before.
+        most_in_a_row: most entries of these steps; more take too long to be worth it.
+        tolerance: how much devices may differ in what one more batch takes them, as a share of the
+            longest run: rounding.
+        batches: batches that each of three streams has more than the one before.
+        most_streams: number of attempts with three streams, each twice as long as the last.
         shown: mini-batches that a timeline shows beyond those that fill the pipeline.
     """
 
@@ -80,7 +80,7 @@ def run(
         schedule: actions per device, with messages or without.
         costs: a cost model for the model of this graph, or seconds per stage.
         period: also say how long the step takes among others in a row (``Timeline.period_s``).
-        messages: show them; figures are the same without.
+        messages: record them as spans; all figures are the same without.
 
     Returns:
         The predicted timeline. Messages are spans at both ends, from the start of the transfer to
@@ -120,7 +120,7 @@ def timeline_of(
 def memory_of(
     step: StepRun, graph: StageGraph, costs: StepCosts
 ) -> dict[int, tuple[tuple[float, int], ...]]:
-    """Device -> ascending (time, bytes in use from then on)."""
+    """Return device -> ascending (time, bytes in use from then on)."""
     base: dict[int, float] = defaultdict(float)
     sums: dict[int, float] = defaultdict(float)
     for s, stage in enumerate(graph.stages):
@@ -132,28 +132,28 @@ def memory_of(
     for d, device in enumerate(step.program.devices):
         changes = step.memory(d)
         if sums[device]:
-            # What is summed earlier, beside the last backwards, is taken when they have ended.
+            # Buffers of sums beside the last backwards are counted from the end of these.
             changes.append((max((time for time, _ in changes), default=0.0), sums[device]))
         curves[device] = memory_curve(base[device], changes)
     return curves
 
 
 def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> float:
-    """Seconds of the step that ``run`` would record, in a fraction of the time, of actions that are
-    known to be in order.
+    """Return the seconds of the step that ``run`` would record, in a fraction of the time; the
+    order of actions is not checked.
     """
     with collector_paused():
         return simulate(graph, schedule, costs).end
 
 
 def _period_s(program: Program, costs: StepCosts) -> float | None:
-    """Seconds of a step among others in a row, where a device begins the next as soon as it has
-    ended one, as in ``Pipeline.steps``; None where the step is too large to simulate several.
+    """Return the seconds of a step in a row of steps, where a device begins the next step as soon
+    as it has ended one, as in ``Pipeline.steps``; None if the step is too large to repeat.
     """
     if REPETITIONS.steps_in_a_row * len(program.entries) > REPETITIONS.most_in_a_row:
         return None
     step = StepRun(in_a_row(program, REPETITIONS.steps_in_a_row, costs.overheads.read_s), costs)
-    # Steps alone were executed before; in a row they wait for nothing more.
+    # The step alone has been executed; in a row it waits for nothing more.
     assert step.is_done
     return step.end - step.begun
 
@@ -161,13 +161,13 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
 def simulate(
     graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, per_update: int = 0
 ) -> StepRun:
-    """Run one step and keep when everything happened, as numbers.
+    """Run one step and keep the times of all events as numbers.
 
     Args:
         per_update: see ``compile_schedule``.
 
     Raises:
-        DeadlockError: if it does not come to its end.
+        DeadlockError: if the step never ends.
     """
     prices = _prices(graph, costs)
     program = compile_schedule(schedule, graph, prices, per_update=per_update)
@@ -184,7 +184,7 @@ def _prices(graph: StageGraph, costs: CostModel | StepCosts) -> StepCosts:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection: all that a step makes lives to its end; looking costs a third."""
+    """Pause garbage collection: a step's objects live to its end, and scans take a third longer."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -195,7 +195,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def memory_curve(base: float, changes: list[tuple[float, float]]) -> tuple[tuple[float, int], ...]:
-    """Bytes in use from each time on; changes at one time are one, releases first."""
+    """Return (time, bytes in use from then on); changes at one time are one, releases first."""
     curve = [(0.0, base)]
     for time, change in changes:
         before = curve[-1][1]

@@ -1,7 +1,7 @@
-"""Prices of one stage, whatever the others are.
+"""Prices of one stage that do not depend on the other stages.
 
-Stage graphs that a search simulates have most of their stages in common, so a cost model keeps them
-(``stage_costs``).
+Stage graphs that a search simulates have most of their stages in common, so a cost model keeps
+their prices (``stage_costs``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class FlightBytes(NamedTuple):
     """Bytes of a micro-batch in a stage.
 
     Attributes:
-        held: from its forward to the end of its backward.
-        forward: on top during a forward.
-        backward: on top during a backward.
-        first_half: on top during the first half of one.
-        waiting: on top from there to the end of the second half.
+        held: bytes from the start of its forward to the end of its backward.
+        forward: bytes on top during its forward.
+        backward: bytes on top during its backward.
+        first_half: bytes on top during the first half of a split backward.
+        waiting: bytes on top from the end of the first half to the end of the second.
     """
 
     held: float
@@ -75,8 +75,8 @@ class StageCosts:
 
     @remembered
     def compute_s(self, samples: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, with recomputation where the stage asks for it,
-        and what a pass takes besides its operators.
+        """Seconds of a forward and of a backward, with recomputation where the stage asks for it
+        and with the fixed seconds of a pass.
         """
         besides_s = self.cost.calibration.pass_s if samples else 0.0
         forward, backward = self.cost.stage_s(self.mask, samples, recompute=self.stage.recompute)
@@ -91,8 +91,8 @@ class StageCosts:
         return self.cost.weight_s(self.mask, samples) / backward_s if backward_s else 0.0
 
     def gradient_share(self, samples: int, operator: int) -> float:
-        """Share of a backward after which an operator has been passed: from the last operator to
-        the first; a recomputed forward comes before them.
+        """Share of a backward's seconds that have passed when an operator's backward has ended.
+        Operators go from the last to the first, behind the recomputed forward.
         """
         return self._gradient_shares(samples)[operator]
 
@@ -106,21 +106,21 @@ class StageCosts:
 
     @cached_property
     def most_samples(self) -> int:
-        """Samples of a batch on the fullest device."""
+        """Samples of a whole batch on the fullest device."""
         stage = self.stage
         return most_samples(self.batch_size, stage.microbatch_size, stage.replicas)
 
     @cached_property
     def readers(self) -> Mapping[str, int]:
-        """Per trainable parameter, the first operator that reads it."""
+        """Trainable parameter -> the first operator of the stage that reads it."""
         ops, parameters = self.cost.graph.ops, self.cost.parameters
         readers = {name: i for i in reversed([*bits(self.mask)]) for name in ops[i].parameters}
         return {name: i for name, i in readers.items() if parameters[name].trainable}
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of an update, by number and bytes of the trainable parameters: of the replica
-        that takes longest, where they share the optimizer's state.
+        """Seconds of an update, by number and bytes of the trainable parameters; of the slowest
+        replica, where replicas share the optimizer's state.
         """
         cost, replicas = self.cost, self.stage.replicas
         held = [{name: cost.parameters[name].nbytes for name in self.readers}]
@@ -134,9 +134,7 @@ class StageCosts:
         return self.cost.updated_bytes(self.mask, self.stage.replicas)
 
     def _touched_bytes(self, held: Mapping[str, int]) -> int:
-        """Return the bytes of parameters touched by an update; of tables with sparse gradients only
-        rows.
-        """
+        """Return the bytes that an update touches; of tables with sparse gradients only rows."""
         replicas, touched = self.stage.replicas, 0
         for name, nbytes in held.items():
             parameter = self.cost.parameters[name]
@@ -153,10 +151,10 @@ class StageCosts:
 
     @remembered
     def held(self, versions: int = 1, replica: int | None = None) -> DeviceMemory:
-        """Bytes of one of its replicas, or the fullest, with so many versions of its weights."""
+        """Bytes of a replica with a number of weight versions; by default of the fullest."""
         stage, updated, terms = self.stage, max(self.updated), MOST_TERMS
         if replica is not None:
-            # All add terms in one order; the first two add the next one to their own at once.
+            # Replicas add terms in one order; the first two add the next one to theirs at once.
             updated, terms = self.updated[replica], min(max(replica, 1), MOST_TERMS)
         return self.cost.memory(
             self.weights,
@@ -170,7 +168,7 @@ class StageCosts:
 
     @remembered
     def flight_bytes(self, samples: int) -> FlightBytes:
-        """Bytes of a micro-batch; what operators keep is recomputed during the backward or held."""
+        """Bytes of a micro-batch; activations are held, or recomputed during the backward."""
         weights, recompute = self.weights, self.stage.recompute
         flight = self.cost.memory(weights, samples, 1, recompute=recompute).flight
         again = (weights.kept * samples + weights.kept_fixed) * recompute
@@ -181,7 +179,7 @@ class StageCosts:
 
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:
-    """The prices of a stage, which the cost model keeps; not of its devices or warm-up."""
+    """Return the prices of a stage on any devices with any warm-up; the cost model keeps them."""
     key = (stage.operators, stage.replicas, stage.microbatch_size, stage.recompute, batch_size)
     known: dict[Hashable, StageCosts] = cost.memo.setdefault(StageCosts, {})
     if key not in known:

@@ -8,8 +8,8 @@ micro-batch per mini-batch::
       1                 1         -1     -1      -1, 1 ahead     0             2
       2                 0          0      0       0              0             1
 
-The version difference is a matter of the schedule, the rest of the policy. A branch of a stage
-graph is shallower than the chain of all stages, and so less stale.
+The schedule decides the version difference, the policy the rest. A branch of a stage graph is
+shallower than the chain of all stages, and so less stale.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class Staleness:
     Attributes:
         difference: the version difference, updates of the stage between the forward and the
             backward of a mini-batch.
-        forward_delay: how many updates the mini-batch is ahead of the version that its forward
-            reads; 0 would be what a synchronous step reads.
+        forward_delay: updates between the version that the forward of a mini-batch reads and the
+            version that a synchronous step would read.
+        forward_ahead: updates by which the policy predicts that version ahead.
+        backward_delay, backward_ahead: the same for its backward.
+        versions: most versions of the weights that the stage holds at once.
     """
 
     difference: int
@@ -44,7 +47,7 @@ class Staleness:
 def staleness(
     order: AsynchronousOrder, policy: WeightPolicy, *, last_update: bool = False
 ) -> tuple[Staleness, ...]:
-    """Per stage, what its weights are.
+    """Return the staleness of each stage.
 
     Args:
         last_update: whether predictions need the last update, which is then held as one more copy;
@@ -84,5 +87,5 @@ def staleness(
 def versions_of(
     order: AsynchronousOrder, policy: WeightPolicy, *, last_update: bool = False
 ) -> tuple[int, ...]:
-    """Per stage, versions of its weights that are held at once at most; see ``staleness``."""
+    """Return the most weight versions that each stage holds at once; see ``staleness``."""
     return tuple(stage.versions for stage in staleness(order, policy, last_update=last_update))

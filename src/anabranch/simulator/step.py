@@ -1,4 +1,4 @@
-"""One simulated step: its tables before the clock runs, and what has happened when it has."""
+"""One simulated step: its tables before the clock runs, and its events afterwards."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from anabranch.timeline import OverheadSpan, Span, SumSpan
 
 
 class SharedLists:
-    """Lists of whole numbers, one behind the other.
+    """Lists of whole numbers in one array.
 
     Args:
-        first: where they begin.
+        first: index of the first entry in ``Tables.lists``.
     """
 
     def __init__(self, first: int, entries: list[int]) -> None:
@@ -49,7 +49,7 @@ class SharedLists:
         self._known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, entries: Sequence[int]) -> tuple[int, int]:
-        """Return start and end of a list; equal lists are shared."""
+        """Return start and end of a list in ``Tables.lists``; equal lists are shared."""
         key = tuple(entries)
         if key not in self._known:
             first = self._first + len(self.entries)
@@ -59,7 +59,7 @@ class SharedLists:
 
 
 def tables_of(program: Program, costs: StepCosts) -> Tables:
-    """Everything before the clock runs."""
+    """Return the tables of a program before the clock runs."""
     messages, lists = _messages(program)
     summed = Counter(s for work in program.sums for s in work.stages)
     named = *(unit.stage for unit in program.units), *summed
@@ -115,8 +115,8 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
 
 
 def _messages(program: Program) -> tuple[Table[MessageRecord], SharedLists]:
-    """The messages, and lists that begin with those that are posted with each other and their
-    ports.
+    """Return the messages, and lists that begin with the receives that each message posts and the
+    ports of all messages.
     """
     table, begin = concatenated([program.messages.table]), len(program.entries)
     opened = np.argsort(table["opener"], kind="stable")[np.count_nonzero(table["opener"] < 0) :]
@@ -131,10 +131,10 @@ def _messages(program: Program) -> tuple[Table[MessageRecord], SharedLists]:
 def _units(
     program: Program, lists: SharedLists, first_group: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """Units and their parts.
+    """Return the rows of units and of their parts.
 
     Args:
-        first_group: barriers before those of groups.
+        first_group: index of the barrier of the first group.
     """
     units: list[tuple[float, ...]] = []
     parts: list[tuple[float, ...]] = []
@@ -150,7 +150,7 @@ def _units(
     return units, parts
 
 
-_WHAT = {
+_OVERHEAD_NAMES = {
     Role.OVERHEAD: "bookkeeping",
     Role.AGREEMENT: "agreement",
     Role.UPDATE: "update",
@@ -159,7 +159,7 @@ _WHAT = {
 
 
 class StepRun:
-    """One simulated step; several in a row are one as well."""
+    """One simulated step, or several in a row."""
 
     def __init__(self, program: Program, costs: StepCosts) -> None:
         self.program = program
@@ -178,7 +178,7 @@ class StepRun:
 
     @cached_property
     def runs(self) -> list[list[tuple[ComputeUnit, float, float]]]:
-        """Per device, its units with their starts and ends."""
+        """Units of each device with their starts and ends."""
         size, units = self.program.size, self.program.units
         times = iter(zip(*(self._tables.runs[x].tolist() for x in ("start", "end")), strict=True))
         return [
@@ -188,7 +188,7 @@ class StepRun:
 
     @cached_property
     def summed(self) -> list[tuple[int, float]]:
-        """Per all-reduce of a piece, its index and when it began."""
+        """All-reduces in the order in which they began: (index of the piece, start)."""
         pieces = self._tables.pieces
         places = np.argsort(pieces["begun"])[len(pieces) - self._tables.clock[0].summed :]
         numbers = places % max(len(self.program.sums), 1)
@@ -200,7 +200,7 @@ class StepRun:
         return bool((self._tables.devices["at"] == self._tables.devices["stop"]).all())
 
     def spans(self, schedule: Schedule) -> list[Span]:
-        """The actions of a schedule as they happened; messages are spans at both ends."""
+        """Return the actions of a schedule as they happened; messages are spans at both ends."""
         computed, exchanged, moved = [], [], self.moved if schedule.is_lowered else []
         for d, device in enumerate(self.program.devices):
             runs = self.runs[d]
@@ -215,7 +215,7 @@ class StepRun:
         return computed + exchanged
 
     def sum_spans(self) -> Iterator[SumSpan]:
-        """The all-reduces, on every device that takes part."""
+        """Generate the all-reduces, on every device that takes part."""
         for piece, start in self.summed:
             work = self.program.sums[piece]
             for device in work.devices:
@@ -226,11 +226,11 @@ class StepRun:
         for d, device in enumerate(self.program.devices):
             for unit, start, end in self.runs[d]:
                 if unit.role is not Role.ACTION and end > start:
-                    yield OverheadSpan(device, start, end, _WHAT[unit.role])
+                    yield OverheadSpan(device, start, end, _OVERHEAD_NAMES[unit.role])
 
     @cached_property
     def _is_action(self) -> NDArray[np.bool_]:
-        """Per run of a unit, whether that is an action, not bookkeeping."""
+        """True for each row of ``Tables.runs`` that is an action, not bookkeeping."""
         program, size = self.program, self.program.size
         is_action = np.array([unit.role is Role.ACTION for unit in program.units])
         return is_action[~program.entries[program.entries < -size] - size]
@@ -252,7 +252,7 @@ class StepRun:
         return ends
 
     def memory(self, d: int) -> list[tuple[float, float]]:
-        """Return (time, bytes) of memory taken or released by a device."""
+        """Return (time, bytes) for memory that a device takes; negative bytes are released."""
         changes = []
         for unit, start, end in self.runs[d]:
             if unit.before:
@@ -263,7 +263,7 @@ class StepRun:
 
     @property
     def moved(self) -> list[tuple[float, float]]:
-        """Per message, when it began to occupy its ports, and when it had arrived."""
+        """Times at which each message began to occupy its ports and arrived."""
         messages = self._tables.messages
         begun = messages["freed"] - messages["occupies"]
         return list(zip(begun.tolist(), messages["arrival"].tolist(), strict=True))

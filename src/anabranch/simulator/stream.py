@@ -1,25 +1,25 @@
 """Asynchronous 1F1B: mini-batch after mini-batch without a flush, on the simulator's clock.
 
 The order of N mini-batches of B samples is that of one synchronous 1F1B step of N * B samples on
-the same stages, so nothing about orders and messages is new. What is: behind the last backward of
-every mini-batch a stage has summed its gradients over its replicas and updates its own weights.
-Sums begin in that backward, as gradients become final, and the replicas wait for the last of them,
-because whatever they run next may read the new weights::
+the same stages, so orders and messages are nothing new. New is the update: behind the last backward
+of every mini-batch a stage has summed its gradients over its replicas and updates its own weights.
+Sums begin in that backward, as gradients become final, and the replicas wait for the last sum,
+because the next pass may read the new weights::
 
     stage 0, replicas 0 and 1    F0 F1 F2 B0 | sum | F3 B1 | sum | F4 B2 | sum | ...
     stage 1                         F0 F1 B0   F2 B1   F3 B2   F4 ...
     stage 2                            F0 B0 F1 B1 F2 B2 F3 ...
                                                  `-- period --'
 
-Messages and sums share ports, first come first served. An update takes its seconds on each device,
-and those of a step's bookkeeping.
+Messages and sums share ports, first come first served. An update takes its own seconds on each
+device, and the seconds of a step's bookkeeping.
 
-What one more mini-batch takes is the period. Where devices do not go at one pace yet, that of the
-slowest is taken, which the others follow in the end.
+The period is the time that one more mini-batch takes. Where devices do not go at one pace yet, the
+pace of the slowest is taken, which the others follow in the end.
 
-Replicas that take whole mini-batches in turn (``schedule.asynchronous``) are the same over rounds:
-a stage with R of them has one sum and one update for R mini-batches, and a batch are the fewest
-mini-batches that are whole rounds of all stages.
+Where replicas take whole mini-batches in turn (``schedule.asynchronous``), rounds take the place of
+mini-batches: a stage with R replicas has one sum and one update for R mini-batches, and a batch is
+the fewest mini-batches that are whole rounds of all stages.
 
 Where the papers are silent: all stages have one micro-batch size, which divides the mini-batch;
 they alternate single micro-batches (k = 1); and what a device holds in flight is counted in
@@ -49,10 +49,10 @@ class Steady:
 
     Attributes:
         period_s: seconds from one mini-batch to the next.
-        periodic: whether all devices go at that pace; otherwise it is that of the slowest.
-        bubble: share of device time that is not compute, which shared cores prolong.
-        device_peak_bytes: per device of the plan, ascending, from the fill on.
-        simulated: mini-batches times devices that it took, a measure of the work done.
+        periodic: whether all devices go at that pace; otherwise only the slowest does.
+        bubble: share of device time that is not compute; compute is longer on shared cores.
+        device_peak_bytes: peak of each device of the plan, ascending, the fill included.
+        simulated: mini-batches times devices that were simulated, a measure of the work done.
     """
 
     period_s: float
@@ -63,15 +63,15 @@ class Steady:
 
 
 def units_held(graph: StageGraph, stage: int) -> int:
-    """Mini-batches that a stage has between forward and backward at most, begun ones included."""
+    """Return the most mini-batches of a stage in flight; begun ones count as whole."""
     return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
 
 
 def steady(order: AsynchronousOrder, costs: StepCosts) -> Steady:
-    """Training once the pipeline is full, for stages with the in-flight counts of ``warm_up``.
+    """Measure training with a full pipeline, for stages with the in-flight counts of ``warm_up``.
 
     Args:
-        costs: of the order's own stages, whose micro-batches may be rounds.
+        costs: prices of the order's own stages, whose batch may be several mini-batches.
 
     Raises:
         InvalidPlanError: if a parameter is tied across stages.
@@ -106,13 +106,13 @@ def steady(order: AsynchronousOrder, costs: StepCosts) -> Steady:
 
 
 def _run(order: AsynchronousOrder, costs: StepCosts, batches: int) -> StepRun:
-    """Simulate so many batches in a row."""
+    """Simulate a number of batches in a row."""
     whole, schedule = order.computes(batches)
     return simulate(whole, schedule, costs, per_update=order.per_update)
 
 
 def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
-    """Device -> compute seconds per mini-batch, ascending."""
+    """Return device -> compute seconds per batch of ``graph``, ascending."""
     busy = dict.fromkeys(graph.devices, 0.0)
     for s, stage in enumerate(graph.stages):
         for at, device in enumerate(stage.devices):
@@ -123,8 +123,8 @@ def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
 
 
 def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
-    """A lower bound of the period: what the busiest device computes, and sums up after that, once
-    in a batch of ``graph``.
+    """Return a lower bound of the seconds per batch of ``graph``: compute of the busiest device,
+    and the part of its sums that its last backward cannot hide.
     """
     require_untied(costs)
     busy = busy_s(graph, costs)
@@ -146,10 +146,11 @@ def require_untied(costs: StepCosts) -> None:
 
 
 def record(order: AsynchronousOrder, costs: StepCosts, *, batches: int | None = None) -> Timeline:
-    """The timeline from an empty pipeline to an empty one; arguments as for ``steady``.
+    """Simulate batches, by default ``shown``, from an empty pipeline to an empty one; see
+    ``steady`` for the other arguments.
 
     Returns:
-        The predicted timeline of all of them; actions count micro-batches through,
+        The predicted timeline of all batches. Actions number micro-batches through all of them;
         ``asynchronous.repeated(order.graph, batches)`` has their samples.
     """
     count = shown(order.graph) if batches is None else batches
@@ -159,5 +160,5 @@ def record(order: AsynchronousOrder, costs: StepCosts, *, batches: int | None = 
 
 
 def shown(graph: StageGraph) -> int:
-    """Mini-batches of a timeline that is asked for without saying how many."""
+    """Return the number of batches that a timeline shows by default."""
     return 2 * max(units_held(graph, s) for s in range(len(graph))) + REPETITIONS.shown

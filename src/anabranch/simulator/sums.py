@@ -1,4 +1,4 @@
-"""Sums of gradients while the last backwards go on: the pieces, and when each is final."""
+"""Sums of gradients beside the last backwards: the pieces, and when each is final."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Sum(NamedTuple):
     Attributes:
         queue: index of the queue of its devices; their sums go one after the other.
         final: per stage, the operator whose backward is the last that adds to its gradients.
-        waits_for: gradients that it needs, of one stage on one device each.
-        nbytes: of gradients.
+        waits_for: number of gradients that it needs, one per stage and device.
+        nbytes: bytes of the gradients.
     """
 
     queue: int
@@ -32,17 +32,17 @@ class Sum(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A part of a compute, after whose seconds gradients of these pieces are final."""
+    """A part of a compute; when it ends, gradients of these pieces are final."""
 
     seconds: float
     pieces: tuple[int, ...]
 
 
 def plan_sums(costs: StepCosts, finishing: Mapping[int, int]) -> list[Sum]:
-    """The pieces of all all-reduces.
+    """Return the pieces of all all-reduces.
 
     Args:
-        finishing: devices that end the backwards of a stage.
+        finishing: stage -> number of devices with a last backward of it.
     """
     sums: list[Sum] = []
     queues: dict[tuple[int, ...], int] = {}
@@ -57,8 +57,8 @@ def plan_sums(costs: StepCosts, finishing: Mapping[int, int]) -> list[Sum]:
 
 
 def summing_s(costs: StepCosts) -> Mapping[int, float]:
-    """Per stage, how much longer the last backward is for the sums that begin in it; those of
-    several stages begin in the last one of them.
+    """Return stage -> seconds by which the sums that begin in its last backward prolong it. A sum
+    of several stages begins in the first of these, whose backward comes last.
     """
     seconds: defaultdict[int, float] = defaultdict(float)
     for work in costs.all_reduces():
@@ -67,7 +67,7 @@ def summing_s(costs: StepCosts) -> Mapping[int, float]:
 
 
 def final_pieces(sums: Iterable[Sum]) -> Mapping[int, Mapping[int, list[int]]]:
-    """Per stage and operator, the pieces whose gradients are final there behind that."""
+    """Return stage -> operator -> pieces whose gradients are final behind its backward."""
     pieces: dict[int, dict[int, list[int]]] = {}
     for piece, work in enumerate(sums):
         for stage, operator in zip(work.stages, work.final, strict=True):
@@ -82,13 +82,13 @@ def gradient_marks(
     samples: int,
     backward_s: float,
 ) -> tuple[Mark, ...]:
-    """Return the parts of the last backward of a stage, each ending where gradients are final; the
-    last one ends with it.
+    """Return the parts of the last backward of a stage. Gradients are final at the end of each
+    part, and the last part ends with the backward.
 
     Args:
-        pieces: of the stage, see ``final_pieces``.
-        samples: on the device.
-        backward_s: its seconds.
+        pieces: pieces by operator of the stage, see ``final_pieces``.
+        samples: samples of the device's slice.
+        backward_s: seconds of the backward.
     """
     final_at: dict[float, list[int]] = defaultdict(list)
     for operator, final in pieces.items():
@@ -104,10 +104,10 @@ def gradient_marks(
 
 
 def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:
-    """A lower bound of the seconds from the end of a stage's last backward to the end of its sums.
+    """Return a lower bound of the seconds from a stage's last backward to the end of its sums.
 
     Args:
-        samples: of the last backward, on each device.
+        samples: samples of the last backward on each device.
     """
     at, bound = work.stages.index(stage), math.inf
     for n in set(samples):

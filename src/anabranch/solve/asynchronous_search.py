@@ -1,4 +1,4 @@
-"""The search for a plan without a flush: the shortest simulated period, under a policy or any."""
+"""The search for a plan without a flush: the shortest simulated period, under one policy or any."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BUDGET = SearchBudget(improvement=50_000)
 
 
 _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
-"""Planners whose stages may be any: where no proposal of theirs fits, every partition is tried."""
+"""Planners that may propose any stages: if no proposal fits, all partitions are tried."""
 
 
 class AsynchronousSearch:
-    """One model on one cluster.
+    """The search for one model on one cluster.
 
-    Tied operators are searched as one (``solve.contract_tied``). For the arguments see
+    Tied operators are one operator of the search (``solve.contract_tied``). For the arguments see
     ``solve.plan``.
     """
 
@@ -73,12 +73,12 @@ class AsynchronousSearch:
         self._judges: dict[str, Judge] = {}
 
     def plan(self, policy: str, model: str, notes: Sequence[str]) -> Plan:
-        """The best plan under a policy.
+        """Search for the best plan under a policy.
 
         Raises:
-            InfeasiblePlanError: if there is none.
+            InfeasiblePlanError: if there is no plan.
             PolicyError: if the policy does not go with the optimizer.
-            ValueError: if it does not go with the micro-batch size.
+            ValueError: if the policy does not go with the micro-batch size.
         """
         phases, remarks = self._phases, [*notes]
         best: ScheduledProposal | None = None
@@ -118,7 +118,7 @@ class AsynchronousSearch:
         return to_its_end(made)
 
     def _best(self, policy: WeightPolicy) -> ScheduledProposal:
-        """The best plan under a policy."""
+        """Search for the best proposal under a policy."""
         require_may_cut(policy, self._cost.graph)
         judge = self._judges[policy.name] = Judge(self._objective(policy))
         phases = self._phases
@@ -147,13 +147,13 @@ class AsynchronousSearch:
         )
 
     def _apart(self, costs: ModelCosts) -> ModelCosts:
-        """Prices of the same stages of the whole model."""
+        """Return the prices of the same stages with tied operators apart."""
         return replace(costs, graph=self._contracted.expand(costs.graph), cost=self._whole)
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
-        """The best plan whose replicas take mini-batches in turn, if its interval is shorter; for
-        planner ``pipedream``, which publishes them, if it is as short. None where operators need a
-        whole mini-batch, as turns are simulated as slices of a larger one.
+        """Return the best proposal whose replicas take mini-batches in turn, if its period gains
+        ``turns_gain``; for planner ``pipedream``, whose paper has turns, if it is as short. None if
+        operators need a whole mini-batch, as simulated turns are slices of a larger one.
         """
         if self._cost.graph.whole_batch:
             return None
@@ -198,7 +198,7 @@ class AsynchronousSearch:
         return [size]
 
     def _judge(self, judge: Judge, policy: WeightPolicy) -> list[InfeasiblePlanError]:
-        """Ask and judge; why there were no proposals, where there were none."""
+        """Ask the planner and judge its proposals; return the errors of demands without any."""
         reasons: list[InfeasiblePlanError] = []
         for demand in demands(policy, last_update=self._last_update):
             before = len(judge.too_big)
@@ -218,8 +218,8 @@ class AsynchronousSearch:
         return reasons
 
     def _cut(self, proposed: Sequence[StageGraph], policy: WeightPolicy) -> list[StageGraph]:
-        """Proposals with as many micro-batches as the policy takes for their depth, if there are so
-        many, where the planner took fewer.
+        """Cut the mini-batches of proposals with fewer micro-batches than stages in depth into at
+        least as many, if the policy uses micro-batches and replicas leave room for it.
         """
         result = []
         for graph in proposed:
@@ -233,7 +233,7 @@ class AsynchronousSearch:
         return result
 
     def _every_partition(self, policy: WeightPolicy) -> list[StageGraph]:
-        """For planners whose stages may be any, in micro-batches of any size."""
+        """Propose every partition in micro-batches of any size, for planners of ``_ANY_STAGES``."""
         planner: Any = self._proposals.planner
         if self._name not in _ANY_STAGES or self._in_a_row:
             return []
@@ -252,7 +252,7 @@ class AsynchronousSearch:
         return [fewer.expand(graph) for graph in every.propose(sizes)]
 
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
-        """Search from what has been judged, for planners that can."""
+        """Search on from the judged proposals, if the planner can."""
         planner = self._proposals.planner
         if not isinstance(planner, Auto):
             return
@@ -268,8 +268,8 @@ class AsynchronousSearch:
         return getattr(self._proposals.planner, "shape", "graph") == "chain"
 
     def _less_waiting(self, graphs: Iterable[StageGraph]) -> Iterator[StageGraph]:
-        """Every stage graph, and before it the same one whose stages wait for values alone: where
-        they wait for more, a plan is deeper, and rarely quicker.
+        """Generate every stage graph, and before it the same one with only the edges that carry
+        values: other edges make a plan deeper, and rarely quicker.
         """
         for graph in graphs:
             if not self._in_a_row:
@@ -277,7 +277,7 @@ class AsynchronousSearch:
             yield graph
 
     def _chosen(self) -> tuple[str, str, ScheduledProposal]:
-        """The policy for ``auto``, one that has a plan, why, and what is found under it."""
+        """Return a policy for ``auto`` that has a plan, the reason, and its best proposal."""
         pieces = "2bw"
         if self._microbatch_size not in (None, self._batch_size):
             why = f"it is the one for micro-batches of {self._microbatch_size} samples"
@@ -337,9 +337,10 @@ _IN_PIECES = (
 
 
 def microbatch_sizes(batch_size: int, policy: WeightPolicy, most: int) -> Sequence[int]:
-    """Samples per micro-batch that a policy lets one choose from, the largest first.
+    """Return the micro-batch sizes to choose from under a policy, the largest first.
 
-    Of many micro-batches these are about 1, 2, 4 .. times as many, whole fractions of the batch.
+    For a policy that cuts mini-batches these make about 1, 2, 4, ..., ``4 * most`` micro-batches of
+    equal size.
     """
     if not policy.microbatches:
         return [batch_size]

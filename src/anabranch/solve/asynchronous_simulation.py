@@ -1,4 +1,4 @@
-"""Simulation of any plan without a flush: its timeline and figures, and how old its weights are."""
+"""Simulation of any plan without a flush: its timeline and figures, and the age of its weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Simulated:
     """Prediction of an asynchronous plan.
 
     Attributes:
-        plan: as simulated, with its policy and figures.
-        staleness: per stage, how old its weights are.
-        timeline: from an empty pipeline to an empty one.
+        plan: the plan as simulated, with its policy and figures.
+        staleness: age and versions of the weights of each stage.
+        timeline: mini-batches from an empty pipeline to an empty one.
+        graph: stages with the mini-batches of the timeline as one batch.
     """
 
     plan: Plan
@@ -57,14 +58,14 @@ def simulate_async(
     """Predict a plan without a flush.
 
     Args:
-        plan_: any plan for the profile's model. Of a synchronous one the stages are taken; each
-            mini-batch becomes one micro-batch, unless the policy updates after several.
+        plan_: any plan for the profile's model. A synchronous one keeps its stages; each mini-batch
+            becomes one micro-batch, unless the policy updates after several.
         profile: seconds and bytes of the model's operators.
-        cluster: where it shall run.
-        policy: another one than the plan's; ``auto`` or, where the plan has none, empty for what
-            ``weights.recommend`` says.
+        cluster: cluster on which the plan shall run.
+        policy: another policy than the plan's; for ``auto``, or empty where the plan has none, the
+            one that ``weights.recommend`` names.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
-        optimizer: what policies have to know of it, if anything is known.
+        optimizer: facts on which policies depend, if they are known.
 
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster, or cannot run without a
@@ -104,7 +105,7 @@ def simulate_async(
 
 
 def prediction(steady: stream.Steady, graph: StageGraph, cost: CostModel) -> Prediction:
-    """The figures of training once the pipeline is full."""
+    """Return the figures of training once the pipeline is full."""
     bottleneck_s = bottleneck_s_per_sample(graph, cost)
     return Prediction(steady.period_s, bottleneck_s, steady.bubble, steady.device_peak_bytes)
 
@@ -112,8 +113,8 @@ def prediction(steady: stream.Steady, graph: StageGraph, cost: CostModel) -> Pre
 def order_of(
     plan_: Plan, graph: StageGraph, policy: WeightPolicy
 ) -> asynchronous.AsynchronousOrder:
-    """The order of mini-batches: replicas take them in turn where a plan has that and the policy
-    allows it, otherwise they split each.
+    """Return the order of mini-batches. Replicas take them in turn if the plan says so and the
+    policy allows it; otherwise they split each mini-batch.
     """
     if plan_.round_robin and may_take_turns(graph, policy):
         return asynchronous.round_robin(graph)
@@ -123,7 +124,7 @@ def order_of(
 def ages_of(
     order: asynchronous.AsynchronousOrder, policy: str, optimizer: OptimizerFacts | None
 ) -> tuple[Staleness, ...]:
-    """Return per stage how old its weights are."""
+    """Return the age of the weights of each stage."""
     rule = policy_named(policy)
     if optimizer is not None:
         require_optimizer(rule, optimizer)
@@ -132,12 +133,13 @@ def ages_of(
 
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:
-    """Accept a plan by itself; of a synchronous one, which is converted, one stage per device.
+    """Refuse a plan that cannot run without a flush. A synchronous one, which is converted, only
+    needs one stage per device.
 
     Raises:
         InvalidPlanError: if a device has several stages, or an asynchronous plan has another
             schedule, micro-batches of several sizes, or groups of them.
-        PolicyError: if its own policy does not exist or go with its micro-batches.
+        PolicyError: if its own policy does not exist or does not go with its micro-batches.
     """
     require_one_stage_each(plan_.stage_graph)
     if plan_.mode == "sync":

@@ -23,14 +23,14 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
     "straight sequential": {"planner": "sequential", "max_replicas": 1},
     "chain": {"planner": "chain", "max_replicas": None, "planner_options": {"evaluations": 5_000}},
 }
-"""Name -> options of its search in place of the plan's. All but the straight pipeline may have
-replicas where the plan may not: with one stage the best chain is data parallelism. With all its
-evaluations planner chain takes up to ten seconds more for steps that are up to 3 % shorter.
+"""Name -> options of its search that replace the plan's. All but the straight pipeline may have
+replicas even where the plan may not: with one stage the best chain is data parallelism. With all
+its evaluations planner chain takes up to ten seconds more for steps that are up to 3 % shorter.
 """
 
 
 def comparable(profile: Profile, cluster: Cluster) -> list[str]:
-    """The planners worth comparing: all, but ``exhaustive`` only where it takes the model."""
+    """List the planners worth comparing: all, but ``exhaustive`` only for small models."""
     small = len(profile.graph) <= MOST_OPERATORS and cluster.num_devices <= MOST_DEVICES
     return [name for name in planners.PLANNERS if small or name != "exhaustive"]
 
@@ -44,7 +44,7 @@ def compare(
     planner_options: Mapping[str, Mapping[str, object]] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """Every planner on the same profile, judged by the same simulator.
+    """Generate the plan of every planner on the same profile, judged by the same simulator.
 
     An interrupt (Ctrl-C) ends the search of the planner under way, not the comparison: its plan is
     the best that it has proposed, or a ``SearchStoppedError`` where there is none.
@@ -52,11 +52,11 @@ def compare(
     Args:
         names: keys of ``planner.PLANNERS``; by default those that ``comparable`` lists.
         planner_options: {planner: {field: value}}.
-        options: others of ``plan``, as are the first arguments.
+        options: other options of ``plan``.
 
     Yields:
-        Per planner its name and its plan, or the error that says why it has none: nothing fits, its
-        search would take more than it was given, or it was interrupted.
+        Name of a planner, and its plan or the error that says why it has none: nothing fits, its
+        search would take more than its budget, or it was interrupted.
 
     Raises:
         ValueError: for an unknown name or option; before anything is searched.
@@ -85,7 +85,7 @@ def compare_policies(
     planner_options: Mapping[str, Mapping[str, object]] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
-    """Every weight policy under every planner, judged by the same simulator.
+    """Generate the plan of every planner under every weight policy, judged by the same simulator.
 
     A planner is asked once for all policies. An interrupt (Ctrl-C) ends the search under way.
 
@@ -93,11 +93,11 @@ def compare_policies(
         names: keys of ``planner.PLANNERS``.
         policies: keys of ``weights.POLICIES``.
         planner_options: {planner: {field: value}}.
-        options: others of ``plan``, as are the first arguments. Policies that a
-            ``microbatch_size`` does not suit have an error.
+        options: other options of ``plan``. A policy that does not go with a ``microbatch_size`` has
+            an error.
 
     Yields:
-        Planner, policy, and their plan or why there is none.
+        Planner, policy, and their plan or the error that says why there is none.
 
     Raises:
         ValueError: for an unknown name or option, before anything is searched.
@@ -127,7 +127,7 @@ def _check(
     own_options: Mapping[str, Mapping[str, object]],
     options: Mapping[str, Any],
 ) -> None:
-    """Refuse planners, or what they are asked for, that make no sense."""
+    """Refuse unknown planners, and options that planners do not take."""
     size, most = options.get("microbatch_size"), options.get("max_replicas")
     for name in names:
         check_arguments(batch_size, name, size, options.get("schedule", "auto"), most)
@@ -152,16 +152,16 @@ def baselines(
     optimizer: OptimizerFacts | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """Data parallelism and sequential plans, not improved by simulation, and a chain that is. An
-    interrupt (Ctrl-C) leaves out the rest, and reaches the caller.
+    """Generate baselines: data parallelism and sequential plans, not improved by simulation, and an
+    improved chain. An interrupt (Ctrl-C) leaves out the rest, and reaches the caller.
 
     Args:
-        best: what they are compared with.
+        best: plan to compare with the baselines.
         names: keys of ``BASELINES``.
         optimizer: see ``plan``, as for all other options.
 
     Yields:
-        Name, and the plan or why there is none.
+        Name, and the plan or the error that says why there is none.
     """
     same = {"model": best.model, "mode": best.mode, "policy": best.policy, "optimizer": optimizer}
     for name in names:

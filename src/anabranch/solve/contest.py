@@ -1,5 +1,5 @@
-"""A contest of proposals in every way to run them: replicas share the optimizer's state or do not,
-backwards are whole or split, and in the end rows of stages pass the devices several times.
+"""A contest of proposals in every way to run them: with optimizer state that replicas share or not,
+with whole or split backwards, and in the end with several stages on each device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anabranch.solve.settings import SETTINGS, SearchBudget
 def improve(
     judge: Judge, near: Callable[[StageGraph], Iterable[StageGraph]], budget: SearchBudget
 ) -> None:
-    """Judge what lies near the best plan until that finds nothing better several times in a row."""
+    """Judge neighbours of the best plan until several rounds in a row find nothing better."""
     allowed, failures = judge.simulated + budget.improvement, 0
     while judge.best is not None and failures < budget.patience and judge.simulated < allowed:
         better = judge.consider(near(judge.best.proposal), allowed)
@@ -40,13 +40,13 @@ class Contest:
 
     Attributes:
         cost: prices of the best: ``shard_optimizer`` says whether replicas share the state.
-        choice: what may be chosen for each proposal.
+        choice: ways to run a proposal that may be chosen.
         is_over: whether the search proposes nothing more.
 
     Args:
-        schedules: of whole backwards; where they are those of ``auto``, backwards may be split.
-        may_share: whether replicas may share the optimizer's state, where ``cost`` has that not.
-        improving: the search that proposes, if it can be asked for what lies near its proposals.
+        schedules: schedules of whole backwards; backwards may be split only with ``AUTO``.
+        may_share: whether replicas may share the optimizer's state though ``cost`` does not say so.
+        improving: the search behind the proposals, if it can be asked for their neighbours.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Contest:
         return self._split[0] if self._split else self.judge.best_s
 
     def winner(self, planner: str) -> ScheduledProposal:
-        """The best; an error if no proposal can run or fits."""
+        """Return the best proposal; an error if none can run or fits."""
         return self._split[1] if self._split else self.judge.winner(planner)
 
     def share(self) -> None:
-        """Judge proposals again, those that may gain where replicas share the optimizer's state."""
+        """Judge proposals again with shared optimizer state, the ones that may gain by it."""
         if not self.choice.shared:
             return
         plain, sharing = self._judges[False], self._judges[True]
@@ -106,7 +106,7 @@ class Contest:
             self.cost = self._costs[True]
 
     def improve(self) -> None:
-        """Judge what lies near the best, as it runs, as long as that finds something better."""
+        """Judge neighbours of the best, run in the same way, as long as that finds better ones."""
         if self._improving is None:
             return
         search, runs, failures = self._improving, self._runs, 0
@@ -131,7 +131,7 @@ class Contest:
             self._split_some(ranked, shared)
 
     def search_on(self) -> None:
-        """Judge what the search proposes from the best plan on, and what lies near the best."""
+        """Let the search go on from the best plan, and judge its proposals and their neighbours."""
         self.is_over = True
         if self._improving is None or self.best_s == math.inf:
             return
@@ -153,11 +153,11 @@ class Contest:
             self.improve()
 
     def loop(self, start: StageGraph | None = None) -> None:
-        """Judge rows of stages that pass the devices several times, and branches whose join is on a
-        device of one of them, if that is enough shorter.
+        """Judge plans with several stages on a device, which have to gain ``loop_gain``: rows that
+        pass the devices several times, and branches whose join shares a device with one of them.
 
         Args:
-            start: stages to begin with whose devices have several: judged in any case.
+            start: stages of a plan to begin with, several on a device; judged in any case.
         """
         if start is not None:
             self._judge_loops([start], self.best_s)
@@ -167,17 +167,17 @@ class Contest:
             graphs = [*self._improving.loops(limit, recompute=False)]
             graphs += self._improving.loops(limit, recompute=True) if recompute else ()
             joined = self._improving.branches(limit)
-            for some in (graphs, joined):  # apart: what is shorter at first may improve less
+            for some in (graphs, joined):  # apart: the kind that is shorter may improve less
                 self._judge_loops(some, limit)
 
     def _judge_loops(self, graphs: Sequence[StageGraph], limit: float) -> None:
-        """Judge stage graphs whose devices have several stages, then what lies near the best."""
+        """Judge stage graphs whose devices have several stages, then neighbours of the best."""
         ways: Sequence[tuple[str, ...]] = LOOP_SCHEDULES if self.choice.split else [self._schedules]
         best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
         best_cost = costs[0]
         for turn in range(SETTINGS.loop_turns):
             before = best
-            if len(graphs) > SETTINGS.most_loops:  # with the least memory; bounds are alike
+            if len(graphs) > SETTINGS.most_loops:  # by the prices with least memory; bounds agree
                 graphs = [*least_bounds(costs[-1], graphs, limit, ways[-1])]
             for cost in costs:
                 some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
@@ -194,7 +194,7 @@ class Contest:
 
     @property
     def is_misled(self) -> bool:
-        """True if the search thinks the best far quicker than it is."""
+        """True if the search has estimated the best as far quicker than its simulation."""
         if self._improving is None or not self.is_over or self.best_s == math.inf:
             return False
         best = self.winner("").proposal
@@ -210,7 +210,7 @@ class Contest:
         shared: bool,
         schedules: Iterable[str] = sorted(SPLIT_BACKWARDS),
     ) -> bool:
-        """Try proposals with split backwards; whether one is the best now."""
+        """Try proposals with split backwards; return True if one of them is the best now."""
         cost = self._costs[shared]
         split = split_backwards(self._judges[shared], cost, graphs, self.best_s, tuple(schedules))
         if split is not None:

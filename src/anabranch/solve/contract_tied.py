@@ -1,8 +1,8 @@
 """Operators that have to be in one stage, planned as one operator.
 
 Without a flush each stage updates its own weights at its own time, so operators that read one
-trainable parameter must share a stage. What lies on a path between two of them comes along, because
-stages are convex, and so does whatever else would make the stage graph run in a circle::
+trainable parameter must share a stage. Operators on a path between two of them come along, because
+stages are convex, and so do all others that would otherwise close a cycle of stages::
 
     embedding --> layer --> head              two towers with one embedding:
         `--------tied--------'                embedding.a --> tower.a --+
@@ -10,7 +10,7 @@ stages are convex, and so does whatever else would make the stage graph run in a
     all three are one operator                embedding.b --> tower.b --+
                                               the embeddings are one operator, the towers are not
 
-Every stage graph that may run asynchronously is one of the smaller model, at the same cost.
+All stage graphs that may run asynchronously are stage graphs of the smaller model, at equal cost.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from anabranch.profile.profile import Profile
 
 
 def contract_tied(profile: Profile) -> Contracted:
-    """The profile with operators that share a trainable parameter as one."""
+    """Return the profile with operators that share a trainable parameter as one operator."""
     return contract(profile, [*profile.graph.tied.values()])
 
 
 def because(contracted: Contracted) -> str:
-    """Sentence on the parameters that keep operators in one stage; empty if none does."""
+    """Return a sentence on the parameters that keep operators in one stage; empty if none does."""
     several = [mask for mask in contracted.masks if mask.bit_count() > 1]
     parameters: dict[int, list[str]] = {}
     for name, mask in contracted.whole.graph.tied.items():

@@ -1,15 +1,15 @@
 """Plans from every partition of a small model, where no proposal of a planner can run.
 
 Planners look for short steps. They may miss the few stage graphs that fit where memory holds many
-versions of the weights, or where a mini-batch has fewer micro-batches than a pipeline is deep. So
-what is small enough is cut in every way, and a larger model first brought down to so many runs of
-its operators, with about equal work.
+versions of the weights, or where a mini-batch has fewer micro-batches than a pipeline is deep. So a
+small model is cut in every way; a larger one is first reduced to ``MOST_OPERATORS`` runs of its
+operators, with about equal work.
 
-For every partition, micro-batch size and stage: the replicas that fit memory with the versions of
-the policy; then the numbers of replicas that use all devices and make the slowest stage as quick as
-can be (``planner.toolkit``). A model that is not brought down therefore has a proposal if anything
-fits at all, unless there are more ways to look at than ``SETTINGS.most_tried``. The stage graphs
-with the quickest slowest stages, ``SETTINGS.most_proposed`` of them, are proposed.
+For every partition and micro-batch size, each stage gets the numbers of replicas that fit in memory
+with the weight versions of the policy. Of these the ones are chosen that use all devices and make
+the slowest stage as quick as possible (``planner.toolkit``). So a small model has a proposal if
+anything fits at all, unless there are more ways than ``SETTINGS.most_tried``. Proposed are the
+``SETTINGS.most_proposed`` stage graphs whose slowest stage is quickest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from anabranch.weights import WeightPolicy
 
 
 def brought_down(profile: Profile) -> Contracted:
-    """The model as at most ``MOST_OPERATORS`` runs of about equal work, branch after branch."""
+    """Contract a model to at most ``MOST_OPERATORS`` runs of about equal work, branch by branch."""
     order = [*operators(decompose(profile.graph))]
     seconds = [profile.costs[op].forward_s[-1] + profile.costs[op].backward_s[-1] for op in order]
     runs = even_runs(seconds, min(MOST_OPERATORS, len(order)))
@@ -59,8 +59,8 @@ class EveryPartition:
     last_update: bool = False
 
     def propose(self, sizes: Sequence[int]) -> list[StageGraph]:
-        """The stage graphs with the quickest slowest stages that fit, in micro-batches of any of
-        these sizes; empty if none does.
+        """Return the stage graphs that fit and whose slowest stages are quickest, in micro-batches
+        of any of these sizes; empty if none fits.
         """
         devices = self.cost.cluster.num_devices
         if len(self.cost.graph) > MOST_OPERATORS or devices > MOST_DEVICES:
@@ -87,8 +87,8 @@ class EveryPartition:
     def _quickest(
         self, size: int, masks: Sequence[int], pairs: set[tuple[int, int]]
     ) -> tuple[float, StageGraph] | None:
-        """Seconds of the slowest stage in a mini-batch, and the stages with the replicas that make
-        it quickest on all devices, if these can be used.
+        """Return the seconds of the slowest stage in a mini-batch, and the stages with the replicas
+        that make it quickest on all devices; None if not all devices can be used.
         """
         prices, parts = self._prices(size), [Part(mask, 1) for mask in masks]
         graph = stage_graph(prices, parts, [(s,) for s in range(len(parts))], pairs)
@@ -122,7 +122,7 @@ class EveryPartition:
 
     @remembered
     def _fitting(self, size: int, mask: int, in_flight: int, versions: int) -> list[Part]:
-        """The ways to run a stage that fit memory."""
+        """Return the ways to run a stage that fit in memory."""
         most = min(self.max_replicas, self.cost.cluster.num_devices)
         return [
             part

@@ -1,7 +1,7 @@
 """Explanation of a plan: why its step takes as long as it does, and what would shorten it.
 
-Three things tell: floors that no plan, or no step of this one, is faster than (``solve.floors``);
-the critical path of the simulated step, whose parts add up to it (``simulator.critical_path``); and
+It consists of floors, lower bounds of the step of any plan or of this one (``solve.floors``); the
+critical path of the simulated step, whose parts add up to it (``simulator.critical_path``); and
 steps simulated without one bottleneck (``solve.what_ifs``).
 """
 
@@ -58,7 +58,7 @@ class Loss:
     """A part of the step.
 
     Attributes:
-        stages: that compute or sum gradients; of a message, from which to which.
+        stages: stages that compute or sum gradients; sender and receiver of a message.
     """
 
     cause: Cause
@@ -71,10 +71,10 @@ class Explanation:
     """Reasons for the length of a step.
 
     Attributes:
-        step_s: as simulated.
-        device: the one that the critical path is on longest.
-        floors: what no plan, or no step of this plan, can be faster than.
-        losses: the parts of the critical path; their seconds add up to the step.
+        step_s: seconds of the simulated step.
+        device: the device on which the critical path is longest.
+        floors: lower bounds of the step of any plan, or of this one.
+        losses: parts of the critical path, the longest first; their seconds add up to the step.
         what_ifs: changes and the step with them, the shortest first.
     """
 
@@ -87,7 +87,7 @@ class Explanation:
     what_ifs: tuple[WhatIf, ...]
 
     def saves(self, what_if: WhatIf) -> float:
-        """Share of the step."""
+        """Share of the step that a change saves."""
         return 1 - what_if.step_s / self.step_s if self.step_s else 0.0
 
     @property
@@ -123,8 +123,8 @@ class Explanation:
         return f"{name}, {seconds / self.step_s:.0%}{''.join(more)}"
 
     def parts(self) -> list[tuple[str, float, str]]:
-        """Name, seconds and remark of the parts of the step that are worth a line; the rest is one
-        of them, so that they add up to it.
+        """Return (name, seconds, remark) of the parts of the step that are worth a line. The rest
+        is a line as well, so that they add up to the step.
         """
         graph, room = self.graph, _WIDTH - _LABEL - 24
         computes, messages = self._of(Cause.COMPUTE), self._of(Cause.MESSAGE)
@@ -154,7 +154,7 @@ class Explanation:
         return sum(loss.seconds for loss in self._of(cause))
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON document."""
+        """Return the content of the JSON document."""
         return {
             "device": self.device,
             "floors": [asdict(floor) for floor in self.floors],
@@ -170,7 +170,7 @@ class Explanation:
         }
 
     def summary(self) -> str:
-        """All of it for people, on one screen of 80 columns."""
+        """Return the explanation as text, on one screen of 80 columns."""
         return "\n".join(line.rstrip() for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -211,7 +211,7 @@ def explain(
     Args:
         plan_: any synchronous plan for the profile's model.
         profile: seconds and bytes of the model's operators.
-        cluster: where it shall run.
+        cluster: cluster on which the plan shall run.
         schedule: another schedule than the plan's, as for ``simulate``.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
 
@@ -252,7 +252,7 @@ def _ms(seconds: float) -> str:
 
 
 def shorten(line: str, room: int) -> str:
-    """A line without its middle, if it is too long; both ends of an operator's name matter."""
+    """Leave out the middle of a line that is too long; both ends of an operator's name matter."""
     half = (room - 2) // 2
     return line if len(line) <= room else f"{line[: room - 2 - half]}..{line[-half:]}"
 
@@ -263,7 +263,7 @@ def _others(what: str, losses: list[Loss]) -> tuple[str, float, str]:
 
 
 def _pair(a: str, b: str, between: str, room: int) -> str:
-    """Two names, or one if they are the same; a short one leaves its room to the other."""
+    """Join two names, or return one if they are equal; a short one leaves its room to the other."""
     if a == b:
         return shorten(a, room)
     first = shorten(a, max((room - 4) // 2, room - 4 - len(b)))

@@ -1,4 +1,4 @@
-"""Faults of a plan: what it cannot be simulated or run with."""
+"""Faults of a plan that keep it from being simulated or run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_plan(
     *,
     optimizer: OptimizerFacts | None = None,
 ) -> list[str]:
-    """List the faults of a plan, a line each: its schedule and, given both, C1-C4 and memory.
+    """List faults of a plan, a line each: of its schedule, and given both, of C1-C4 and memory.
 
     Raises:
         ValueError: if only one of profile and cluster is given.

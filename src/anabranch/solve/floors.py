@@ -1,11 +1,11 @@
 """Lower bounds of a step that need no simulation.
 
 work              every operator at the slice where a sample takes least, over all devices
-largest operator  likewise of one operator alone, on as many devices as there are slices
+largest operator  the same for one operator alone, on as many devices as there are slices
 longest path      the quickest slice, as a rule the smallest, through the model and back
-busiest link      what one port of this plan's cluster carries, messages and all-reduces
-all-reduce        of the stages that sum longest; and of the whole model over all devices, which
-                  is what data parallelism sums
+busiest link      messages and all-reduces of this plan that go through one port
+all-reduce        the longest all-reduce of this plan; and the all-reduce of the whole model over
+                  all devices, as in data parallelism
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anabranch.solve.bound import least_s_per_sample, longest_way_s, work_floor
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds that something takes at least.
+    """A lower bound of the seconds of a step.
 
     Attributes:
         kind: ``work``, ``largest_operator``, ``longest_path``, ``busiest_link``, ``all_reduce`` or
@@ -60,7 +60,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
 
 
 def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
-    """Seconds of all transfers through the port that carries most."""
+    """Return the seconds of all transfers through the port that is busy longest."""
     carried = port_seconds(costs, graph)
     if not carried:
         return Floor("busiest_link", 0.0, "nothing is sent", False)
@@ -75,7 +75,7 @@ def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
 
 
 def _all_reduces(costs: ModelCosts) -> Iterator[Floor]:
-    """The longest all-reduce, and that of data parallelism if it is another."""
+    """Generate the longest all-reduce, and that of data parallelism if it is another one."""
     cost, nbytes = costs.cost, Counter[tuple[int, ...]]()
     seconds: dict[tuple[int, ...], float] = defaultdict(float)
     for work in costs.all_reduces():

@@ -1,4 +1,4 @@
-"""Plans that leave devices of a cluster idle: where fewer are as fast, or faster."""
+"""Plans that leave devices of a cluster idle, because fewer devices are as fast or faster."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SearchOn = Callable[[CostModel], Plan]
 
 
 def parts(cluster: Cluster) -> Iterator[Cluster]:
-    """Generate the first half of a cluster, of that again, and so on: nodes first, then devices.
-    Devices have the numbers that they have in the whole.
+    """Generate the first half of a cluster, the first half of that half, and so on: halves of the
+    nodes first, then halves of a node. Devices keep their numbers.
     """
     levels = list(cluster.levels)
     for outer in reversed(range(len(levels))):
@@ -35,7 +35,7 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def usable_part(problem: Problem) -> Cluster:
-    """The largest part of a cluster, of whole nodes or in one, whose devices can all be used."""
+    """Return the largest part of a cluster, nodes or a part of one, that can be used as a whole."""
     levels = list(problem.cost.cluster.levels)
     for outer in reversed(range(len(levels))):
         most = problem.usable // prod(level.size for level in levels[:outer])
@@ -44,7 +44,7 @@ def usable_part(problem: Problem) -> Cluster:
 
 
 def on_whole(plan: Plan, problem: Problem) -> Plan:
-    """A plan for the usable part of a cluster as one for all of it; other devices are idle."""
+    """Turn a plan for the usable part of a cluster into one for all of it, with idle devices."""
     cluster, predicted = problem.cost.cluster, plan.figures
     if plan.machines == cluster:
         return plan
@@ -58,17 +58,18 @@ def on_whole(plan: Plan, problem: Problem) -> Plan:
 
 
 def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: SearchOn) -> Plan:
-    """The best plan of all numbers of devices, with the fewest that are nearly as fast.
+    """Return the best plan for any number of devices, with the fewest that are nearly as fast.
 
-    A quick search on part of the cluster is begun where the bound there, of plans with one stage on
-    each device, is low enough: of several devices a quarter of the way to as far below a plan as it
-    is here; of one, where plans come near it, below the best. A whole search follows where that
-    finds a plan nearly as fast as the best so far.
+    Smaller and smaller parts of the cluster are tried. A quick search on a part is made only if the
+    bound there, for plans with one stage on each device, is low enough. For a single device, where
+    plans come near the bound, it has to be below the best step. For several devices it has to be
+    below that by the factor ``(bound / step) ** SETTINGS.fewer_bound`` of all devices. A whole
+    search follows if the quick one finds a plan nearly as fast as the best so far.
 
     Args:
-        plan: the best that uses all devices.
-        cost: the prices that it has.
-        quick: raises an ``InfeasiblePlanError`` where nothing fits, as ``search`` does.
+        plan: the best plan that uses all devices.
+        cost: prices of that plan.
+        quick: a quick search; raises an ``InfeasiblePlanError`` where nothing fits, as ``search``.
     """
     best, enough, batch_size = plan, plan, plan.stage_graph.batch_size
     if not plan.figures.step_s:
@@ -115,7 +116,7 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
 
 
 def with_less_effort(planner: Any) -> Planner:
-    """The planner with the evaluations that it has for each smaller number of devices."""
+    """Return the planner with the fewer evaluations that it has for a smaller part of a cluster."""
     evaluations = planner.evaluations
     if evaluations is None:
         evaluations = auto.SETTINGS.evaluations
@@ -124,8 +125,8 @@ def with_less_effort(planner: Any) -> Planner:
 
 
 def on_its_part(devices: tuple[int, ...], cost: CostModel, search: SearchOn) -> Plan | None:
-    """The plan that a search finds for the part of a cluster with these devices; None if they are
-    no part, or all.
+    """Search for a plan on the part of a cluster with these devices; None if they are no part, or
+    all devices.
     """
     for part in parts(cost.cluster):
         if devices == tuple(range(part.num_devices)):
@@ -134,7 +135,7 @@ def on_its_part(devices: tuple[int, ...], cost: CostModel, search: SearchOn) -> 
 
 
 def _on(plan: Plan, cost: CostModel) -> Plan:
-    """A plan for part of a cluster with the figures that it has on all of it."""
+    """Return a plan for part of a cluster with its figures on the whole cluster."""
     cost = replace(cost, shard_optimizer=plan.shard_optimizer)
     timeline = checked_run(plan.stage_graph, plan.schedule, cost, messages=False)
     return plan.predicting(figures_of(timeline, plan.stage_graph, cost), cost.cluster)

@@ -1,4 +1,4 @@
-"""Phases of a search: how long they take, what ends them early, and the plan that they give."""
+"""Phases of a search: their seconds, reasons for an early end, and the plan that they give."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Phases:
     """Phases of one search.
 
     Attributes:
-        seconds: of each phase.
-        stop: the reason for the early end of the search, if it was ended.
+        seconds: seconds of each phase.
+        stop: reason for an early end of the search, if it was ended early.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Phases:
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
-        """Count the seconds inside for a phase, and not for the one around it."""
+        """Count the seconds inside for this phase, and not for the phase around it."""
         outer, self._outer = self._outer, phase
         began = time.perf_counter()
         try:
@@ -49,7 +49,7 @@ class Phases:
             self._outer = outer
 
     def run(self, phase: Phase, work: Callable[[], object]) -> bool:
-        """Do the work of a phase; False if that was interrupted."""
+        """Do the work of a phase; return False if it was interrupted."""
         with self.timed(phase):
             try:
                 work()
@@ -59,7 +59,7 @@ class Phases:
         return True
 
     def plan(self, cost: CostModel, model: str, **fields: Any) -> Plan:
-        """The plan that the search gives for these prices; ``fields`` are its others."""
+        """Return the plan of the search for these prices; ``fields`` are its remaining fields."""
         profile = cost.profile
         more: dict[str, Any] = fields | self.seconds
         return Plan(
@@ -77,7 +77,7 @@ class Phases:
         )
 
     def notes(self, count: int) -> list[str]:
-        """The note on a search that was ended after so many proposals."""
+        """Return the note on a search that was ended early, after ``count`` proposals."""
         if self.stop is None:
             return []
         return [f"{str(self.stop) or 'interrupted'}: the best of the first {count} proposals"]
@@ -96,7 +96,7 @@ def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | N
 
 
 def to_its_end(make: Callable[[], Plan]) -> Plan:
-    """The plan of a search that is over: a moment is left, which only a second interrupt ends."""
+    """Make the plan of a search that is over; only a second interrupt ends that last moment."""
     try:
         return make()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Options of a planner, and arguments that it takes."""
+"""Options of planners, and checks of the arguments of a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anabranch.schedule import rule_named
 
 
 def options_of(name: str) -> dict[str, str]:
-    """The options of a planner: {field: the types it takes, such as ``int | None``}."""
+    """Return the options of a planner: {field: the types it takes, such as ``int | None``}."""
     search = planners.PLANNERS[name]()
     if not is_dataclass(search):
         return {}
@@ -26,10 +26,10 @@ def options_of(name: str) -> dict[str, str]:
 def planner_with(
     name: str, max_replicas: int | None, options: Mapping[str, object]
 ) -> tuple[Planner, bool]:
-    """The planner with its options, and whether the limit on replicas had to be ignored.
+    """Return the planner with its options, and whether the limit on replicas had to be ignored.
 
     Raises:
-        ValueError: for an option that the planner does not have or not with this value.
+        ValueError: for an option that the planner does not have, or a value of another type.
     """
     search = planners.PLANNERS[name]()
     known = options_of(name)
@@ -86,7 +86,7 @@ def check_arguments(
 def start_of(
     start: Plan, planner: str, batch_size: int, microbatch_size: int | None, mode: str
 ) -> StageGraph:
-    """The stages of a plan to begin with, for batches of this size."""
+    """Return the stages of the plan that a search begins with, for batches of this size."""
     if planner not in ("auto", "chain") or mode != "sync" or start.mode != "sync":
         raise ValueError(
             f"only planner auto begins with a plan, in mode sync and with a plan for it; this is "

@@ -22,7 +22,7 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
 
     Raises:
         PolicyError: if there is no such policy.
-        ValueError: for what else does not exist or go together; says what there is.
+        ValueError: for other names or combinations that do not exist; it lists those that do.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; there are {' and '.join(MODES)}")
@@ -43,7 +43,7 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
 
 def require_may_cut(policy: WeightPolicy, graph: OpGraph) -> None:
     """Refuse a policy that cuts mini-batches where an operator needs them whole, with an
-    InfeasiblePlanError; ``recommended`` names none there.
+    InfeasiblePlanError; ``recommended`` never names such a policy there.
     """
     coupled = next((op.name for op in graph.ops if op.whole_batch), None)
     if policy.microbatches and coupled is not None:
@@ -61,7 +61,7 @@ def recommended(
     *,
     may_cut: bool = True,
 ) -> tuple[str, str]:
-    """The policy for ``auto`` and why, for stages with their in-flight counts."""
+    """Return the policy for ``auto`` and the reason, for stages with their in-flight counts."""
     unknown = OptimizerFacts("the optimizer", momentum=cost.optimizer_factor > 0, rule="momentum")
     batch_size = graph.batch_size if may_cut and not cost.graph.whole_batch else 1
     return recommend(
@@ -77,7 +77,7 @@ def auto_policy(
 
 
 def _room(graph: StageGraph, cost: CostModel) -> int | None:
-    """Versions of the weights that the tightest stage has memory for; None for any number."""
+    """Return how many versions of its weights the tightest stage can hold; None for any number."""
     room: list[int] = []
     for s, stage in enumerate(graph.stages):
         one, two = (

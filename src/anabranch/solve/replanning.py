@@ -1,18 +1,17 @@
-"""A better plan for a run that goes on: by what its steps take, on devices of unequal speed.
+"""A better plan for a running run, from its measured steps, on devices of unequal speed.
 
 A profile is measured once, on one device and alone. A run knows more: how long each stage takes
-where it runs. Part of a difference is the device's, which a fixed piece of work shows that all
-ranks do at the same time; the rest is the operators', and corrects their profile::
+where it runs. A part of the difference is due to the device. It shows in a fixed piece of work that
+all ranks do at the same time. The rest is due to the operators, and corrects their profile::
 
     measured / predicted of a stage  =  slowness of its device  x  correction of its operators
 
-Planners know identical devices only. So a slow device is told to them as operators that take
-longer, those of its stages in the best plan so far: what they propose then gives it less. The
-busiest stages of a proposal are given to the fast devices; and the simulator, which knows how fast
-each device is, judges all of it beside the plan that runs. That is repeated as long as it gets
-better.
+Planners know identical devices only. So the operators of a slow device in the best plan so far are
+given to them as slower, and their proposals give that device less work. The busiest stages of a
+proposal go to the fast devices, and the simulator, which knows the speed of each device, judges the
+proposals beside the plan that runs. That is repeated as long as plans get better.
 
-A plan that is made once, from a profile, is the limit that PipeDream's authors name of their own
+PipeDream's authors name it as a limit of their work that a plan is made only once, from a profile
 (Narayanan et al. 2019).
 """
 
@@ -40,7 +39,7 @@ from anabranch.solve.simulation import checked_run, foreseen, simulate
 from anabranch.timeline import Timeline
 
 _Pass = tuple[int, bool]
-"""A stage, and whether it is its forward."""
+"""(stage, True for its forward)"""
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,15 @@ class Measured:
     """Measurements of the plan that a run executes.
 
     Attributes:
-        timelines: of some steps.
-        yardstick_s: per rank, seconds of the same piece of work at the same time.
+        timelines: timelines of some steps.
+        yardstick_s: seconds of the same piece of work on each rank, done at the same time.
     """
 
     timelines: tuple[Timeline, ...]
     yardstick_s: tuple[float, ...]
 
     def slower(self, devices: Sequence[int]) -> dict[int, float]:
-        """Device -> how many times as long it computes as the fast half do."""
+        """Device -> how many times as long it computes as the median; empty if about equal."""
         usual = statistics.median_low(self.yardstick_s)
         ratios = [seconds / usual for seconds in self.yardstick_s]
         if max(ratios) < (1 + SETTINGS.even) * min(ratios):
@@ -66,12 +65,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Change:
-    """Another plan, and what it would gain.
+    """Another plan, and its gain.
 
     Attributes:
-        now_s, then_s: seconds of a step in a row, by the corrected prediction, of the plan that
-            runs and of the other one.
-        search_s: seconds that it took to find.
+        now_s, then_s: predicted seconds of a step in a row, of the plan that runs and of the other
+            one, by the corrected profile.
+        search_s: seconds of the search for it.
     """
 
     plan: Plan
@@ -85,7 +84,7 @@ class Change:
         return self.now_s - self.then_s
 
     def repays(self, steps: int, cost_s: float) -> bool:
-        """Return True if the gain exceeds errors of prediction and so many steps repay the cost."""
+        """Return True if the gain exceeds errors of prediction and ``steps`` repay the cost."""
         return self.gain_s > SETTINGS.worth * self.now_s and self.gain_s * steps > cost_s
 
 
@@ -94,7 +93,7 @@ class Replanner:
     """Looks for a better plan in the middle of a run; called on one rank.
 
     Attributes:
-        options: of the search, as ``solve.plan`` has them.
+        options: options of the search, arguments of ``solve.plan``.
     """
 
     profile: Profile
@@ -102,12 +101,12 @@ class Replanner:
     options: Mapping[str, Any]
 
     def expected(self, plan: Plan) -> Timeline:
-        """Predicted figures of a plan."""
+        """Return the predicted timeline of a plan."""
         return simulate(plan, self.profile, self.cluster)
 
     def most_gain_s(self, plan: Plan, measured: Measured) -> float:
-        """Seconds of a step that any plan could gain at most: if all devices were always busy, each
-        with as much of the work as it is fast.
+        """Return the most seconds of a step that any plan could gain: if all devices were always
+        busy, each with work in proportion to its speed.
         """
         devices = plan.stage_graph.devices
         slower = measured.slower(devices) or dict.fromkeys(devices, 1.0)
@@ -119,7 +118,7 @@ class Replanner:
         return max(step_s - work_s / sum(1.0 / times for times in slower.values()), 0.0)
 
     def change(self, plan: Plan, measured: Measured) -> Change:
-        """The best plan that is found, perhaps the one that runs."""
+        """Search for the best plan, which may be the one that runs."""
         began = time.perf_counter()
         slower = measured.slower(plan.stage_graph.devices)
         profile = self._corrected(plan, measured, slower)
@@ -140,7 +139,7 @@ class Replanner:
     def _proposals(
         self, plan: Plan, profile: Profile, slower: Mapping[int, float], *, anew: bool
     ) -> Iterator[Plan]:
-        """Proposals of planners that begin with a plan, and with ``anew`` without it."""
+        """Generate proposals that begin with a plan, and with ``anew`` also some without."""
         size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
         slowed = _scaled(profile, plan, _by_device(plan, slower)) if slower else profile
         # Devices keep to one stage where they have one: several gain less than a change costs.
@@ -159,7 +158,7 @@ class Replanner:
             yield self._arranged(plan, profile, slower)
 
     def _arranged(self, plan: Plan, profile: Profile, slower: Mapping[int, float]) -> Plan:
-        """The same stages, the busiest on the fastest devices."""
+        """Return the plan with its busiest stages on the fastest devices."""
         graph = plan.stage_graph
         busy = simulate(plan, profile, self.cluster).busy_s
         by_load = sorted(graph.devices, key=lambda device: -busy[device])
@@ -172,19 +171,19 @@ class Replanner:
         return replace(plan, stage_graph=replace(graph, stages=stages))
 
     def _step_s(self, plan: Plan, profile: Profile, slower: Mapping[int, float]) -> float:
-        """Seconds of a step among others in a row."""
+        """Return the seconds of a step in a row of steps."""
         cost = prices_of(plan, profile, self.cluster)
         timeline = checked_run(*scheduled(plan, cost), cost, slower)
         return timeline.period_s or timeline.step_s
 
     def _corrected(self, plan: Plan, measured: Measured, slower: Mapping[int, float]) -> Profile:
-        """The profile with times of operators as their stages have them."""
+        """Return the profile with times of operators corrected by the times of their stages."""
         ratios = _ratios(measured.timelines, self.expected(plan), slower)
         return _scaled(self.profile, plan, ratios)
 
 
 def _scaled(profile: Profile, plan: Plan, times: Mapping[_Pass, float]) -> Profile:
-    """A profile whose operators take so many times as long, by their stages in a plan."""
+    """Multiply the seconds of operators by the factors of their stages in a plan."""
     factors = np.ones((2, len(profile.graph), 1))
     for s, stage in enumerate(plan.stage_graph.stages):
         ops = [profile.graph.index[name] for name in stage.operators]
@@ -193,7 +192,7 @@ def _scaled(profile: Profile, plan: Plan, times: Mapping[_Pass, float]) -> Profi
 
 
 def _by_device(plan: Plan, slower: Mapping[int, float]) -> dict[_Pass, float]:
-    """Slowness of the devices of each stage."""
+    """Return the slowness of the slowest device of each stage, for both passes."""
     return {
         (s, is_forward): max(slower.get(device, 1.0) for device in stage.devices)
         for s, stage in enumerate(plan.stage_graph.stages)
@@ -204,7 +203,7 @@ def _by_device(plan: Plan, slower: Mapping[int, float]) -> dict[_Pass, float]:
 def _ratios(
     measured: Sequence[Timeline], predicted: Timeline, slower: Mapping[int, float]
 ) -> dict[_Pass, float]:
-    """Measured seconds per predicted, without what is the device's."""
+    """Return measured over predicted seconds of each pass, without the slowness of its device."""
     expected = {
         (span.device, str(span.action)): span.end - span.start
         for span in predicted.spans

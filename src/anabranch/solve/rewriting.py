@@ -1,4 +1,4 @@
-"""Choice among plans for the same model, as it was written and rewritten."""
+"""Choice among plans for the same model, as written and with its graph rewritten."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from anabranch.solve.settings import SETTINGS
 
 
 def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
-    """Rewrites that cut the embedding tables which hold up a plan, as far as devices are left.
+    """Return rewrites that cut embedding tables which hold up a plan, if devices suffice.
 
-    A table is heavy where looking up, summing and updating its rows alone takes the share
-    ``SETTINGS.heavy`` of the step. There are as many parts of each as devices suffice for, a
-    power of two.
+    A table is heavy if looking up, summing and updating its rows takes more than the share
+    ``SETTINGS.heavy`` of the step. Each is cut into as many parts, a power of two, as there are
+    devices for it.
     """
     if plan.machines is None:
         return []
@@ -38,10 +38,10 @@ def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
 
 
 def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | None:
-    """The plan with the shortest step, that of the model as written unless another saves enough.
+    """Return the plan with the shortest step; ``written`` unless another one saves enough.
 
     Args:
-        written: for the model as it was written; None where no plan of it fits.
+        written: plan for the model as written; None where none fits.
     """
     best = min(rewritten, key=lambda plan: plan.figures.step_s, default=None)
     if written is None or best is None:
@@ -51,7 +51,7 @@ def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | No
 
 
 def rewrite_notes(rewrites: Iterable[str]) -> list[str]:
-    """Sentences on the rewrites of a model, one each."""
+    """Return a sentence on each rewrite of a model."""
     notes = []
     for text in rewrites:
         rule, _, names = text.partition("@")
@@ -62,6 +62,6 @@ def rewrite_notes(rewrites: Iterable[str]) -> list[str]:
 
 
 def gain_note(written: Plan, rewritten: Plan) -> str:
-    """Words for what rewrites gain in the step."""
+    """Return words for the gain of rewrites in the step."""
     written_s, step_s = written.figures.step_s, rewritten.figures.step_s
     return f"{written_s / step_s:.2f}x against {written_s * 1e3:.2f} ms {AS_WRITTEN}"

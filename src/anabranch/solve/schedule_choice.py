@@ -1,8 +1,8 @@
-"""Choice of a schedule: for a plan, and of split backwards for the stages that a search has found.
+"""Choice of a schedule: for a plan, and of split backwards for the stages that a search proposes.
 
-A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated under the
-schedules with split backwards as well: under list schedules, which take longest to make, where
-the others are not far behind, and one of those that take equally long under them.
+A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated with
+split backwards as well. List schedules take longest to make, so they are tried only if the other
+ones are not far behind, and for one of several graphs whose steps under these are equal.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
 LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("zb-h1",), ("zb-h2",))
-"""Likewise, of stages that share devices: whole backwards, then split ones. Lists take longest and
-come last, of stages whose bounds and steps without are shortest. A deep warm-up with split ones was
-never the shortest.
+"""Schedules of stages that share devices, in the order in which they are tried: whole backwards,
+then split ones. Lists take longest and come last, only for stages whose bounds and steps without
+lists are shortest. A deep warm-up with split backwards was never the shortest.
 """
 
 
 def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
-    """The stages of a synchronous plan with their in-flight counts, and the key of the schedule.
+    """Return a synchronous plan's stages with in-flight counts, and the key of the schedule.
 
     Args:
-        schedule: as for ``simulate``, and so are the errors.
+        schedule: see ``simulate``, also for the errors.
     """
     graph, name = plan_.stage_graph, schedule or plan_.schedule
     require_few(graph)
@@ -69,13 +69,13 @@ def split_backwards(
     limit: float | None = None,
     schedules: Sequence[str] = tuple(sorted(SPLIT_BACKWARDS)),
 ) -> tuple[float, ScheduledProposal] | None:
-    """The shortest step of some proposals with split backwards, and its seconds;
-    None where it is not below a limit. Each has to save enough of the proposal's own step.
+    """Return the shortest step of some proposals with split backwards, and how it runs; None if it
+    is not below a limit. It has to save enough of the proposal's step with whole backwards.
 
     Args:
-        judge: knows these proposals, as far as they were simulated.
-        graphs: by default the judge's best.
-        limit: by default the judge's best seconds.
+        judge: judge of the proposals under schedules with whole backwards.
+        graphs: proposals; by default the judge's best.
+        limit: seconds; by default the judge's best.
     """
     near = judge.ranked(SETTINGS.split_near) if graphs is None else graphs
     best_s = judge.best_s if limit is None else limit
@@ -116,13 +116,13 @@ def best_loop(
     ways: Sequence[tuple[str, ...]],
     passes: int = SETTINGS.loop_passes,
 ) -> tuple[float, ScheduledProposal] | None:
-    """The shortest step of some stage graphs whose devices have several stages, and its seconds;
-    None where it is not below a limit.
+    """Return the seconds of the shortest step of some stage graphs whose devices have several
+    stages, and how it runs; None if it is not below a limit.
 
     Args:
-        ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
-            enough of a step with whole ones before them.
-        passes: that are scheduled in lists at most, of all these graphs together.
+        ways: schedules to try one after the other, as ``LOOP_SCHEDULES``; split backwards have to
+            save enough of the shortest step with whole ones.
+        passes: most passes of list schedules that are made, for all these graphs together.
     """
     known = least_bounds(cost, graphs, limit, ways[-1])
     best, quick = None, dict[StageGraph, float]()
@@ -150,9 +150,9 @@ def best_loop(
 def least_bounds(
     cost: CostModel, graphs: Iterable[StageGraph], limit: float, schedules: tuple[str, ...]
 ) -> dict[StageGraph, float]:
-    """The ``most_loops`` stage graphs with the least bounds below a limit that fit under 1F1B, the
-    least first: a bound of the step under some schedules, or what the busiest port carries, as rows
-    that pass the devices several times send much.
+    """Return the ``most_loops`` stage graphs that fit under 1F1B and have the least bounds below a
+    limit, ascending. A bound is that of the step under some schedules, or the seconds of the
+    busiest port if these are more: rows that pass the devices several times send much.
     """
     lower, known = ShortestStep(cost, schedules), dict[StageGraph, float]()
     plain, memory_bytes = ShortestStep(cost, AUTO[:1]), cost.cluster.memory_bytes
@@ -171,5 +171,5 @@ def least_bounds(
 
 
 def _passes(graph: StageGraph) -> int:
-    """Passes of a list schedule."""
+    """Return the number of passes of a list schedule."""
     return 3 * sum(map(graph.num_microbatches, range(len(graph))))

@@ -29,8 +29,8 @@ from anabranch.weights import OptimizerFacts, facts_named
 
 @contextmanager
 def _spare_older_objects() -> Iterator[None]:
-    """Keep the garbage collector from objects made before, most of them by libraries: to look at
-    them takes up to a fifth of a search.
+    """Keep the garbage collector from objects made before, most of them by libraries; scanning them
+    takes up to a fifth of a search.
     """
     if gc.get_freeze_count():  # the caller or a search around this one spares them already
         yield
@@ -63,12 +63,11 @@ def plan(
     sparse_embeddings: bool = False,
     start: Plan | None = None,
 ) -> Plan:
-    """Find the stage graph and schedule with the shortest simulated step.
+    """Find the stage graph and schedule with the shortest simulated step; for asynchronous training
+    with the shortest simulated time from one mini-batch to the next.
 
-    For asynchronous training: with the shortest simulated time from one mini-batch to the next.
-
-    An interrupt (Ctrl-C) ends the search; the plan is then the best of what was proposed until
-    then, and its notes say so. Without any proposal the interrupt reaches the caller.
+    An interrupt (Ctrl-C) ends the search; the plan is then the best one proposed so far, and its
+    notes say so. Without any proposal the interrupt reaches the caller.
 
     Args:
         profile: seconds and bytes of the model's operators.
@@ -76,35 +75,36 @@ def plan(
         batch_size: samples of one step, or of one mini-batch without a flush.
         planner: key of ``planner.PLANNERS``.
         microbatch_size: only this size; by default every power of two that the profile covers.
-            Asynchronous mini-batches are one micro-batch, but for policies ``2bw`` and ``2bw-ef``.
-        schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
-            minimal and with deep warm-up, the minimal one where both take equally long, and of the
-            best of all the one with split backwards that saves most, if that is enough;
-            ``published``: what the planner's paper runs its plans with.
+            Asynchronous mini-batches are one micro-batch, except for policies ``2bw`` and
+            ``2bw-ef``.
+        schedule: key of ``schedule.SCHEDULES``; ``auto``: for each proposal the faster of 1F1B with
+            minimal and with deep warm-up, the minimal one if both are equal, and for the best
+            proposals the schedule with split backwards that saves most, if it saves enough;
+            ``published``: the schedule of the planner's paper.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         max_replicas: most replicas of one stage.
         planner_options: values for fields of the planner.
-        model: what is planned, for the plan's reader.
-        improve: also try what lies near the best proposals, for planners that know what does.
+        model: name of the model, for the plan's reader.
+        improve: also try neighbours of the best proposals, if the planner can make them.
         mode: ``sync`` or ``async``.
         policy: for ``async`` a key of ``weights.POLICIES``, or ``auto`` (the same as none) for the
             one that ``weights.recommend`` names.
-        optimizer: for ``async`` what policies have to know of it, if anything is known, or its key
-            of ``weights.OPTIMIZERS``, like ``nadam``: it decides what ``auto`` chooses, and how
-            many copies of the weights a policy that predicts holds.
+        optimizer: for ``async``, facts on which policies depend, if they are known, or a key of
+            ``weights.OPTIMIZERS``, like ``nadam``: it decides what ``auto`` chooses, and how many
+            copies of the weights a policy that predicts holds.
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``; by
-            default where nothing fits without, or a proposal takes less time with it. Not for
+            default if nothing fits without, or a proposal takes less time with it. Not for
             ``async``.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``,
             and an optimizer that takes them. Not for ``async``.
-        start: a plan of this model to improve, also one made by hand: planner ``auto`` begins with
-            it alone, and what it finds is no slower. Not for ``async``.
+        start: a plan of this model to improve, perhaps made by hand: planner ``auto`` begins with
+            it alone, and its result is no slower. Not for ``async``.
 
     Raises:
         InfeasiblePlanError: if nothing fits the devices.
         InvalidPlanError: if ``start`` does not suit model and cluster.
         PolicyError: if there is no such policy, or it cannot work with the optimizer.
-        BudgetError: if the search would take more than it was given.
+        BudgetError: if the search would take more than its budget.
         ValueError: for an unknown name or a number below 1.
     """
     check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)

@@ -1,4 +1,4 @@
-"""Simulation of any plan: its timeline and its figures, and the step that its schedule allows."""
+"""Simulation of any plan: its timeline and figures, and the step that its schedule allows."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def simulate(
 ) -> Timeline:
     """Predict the timeline of one step of a plan.
 
-    Of an asynchronous plan the timeline is that of some mini-batches from an empty pipeline to an
-    empty one; ``simulate_async`` says more about it.
+    The timeline of an asynchronous plan shows some mini-batches from an empty pipeline to an empty
+    one; ``simulate_async`` says more about it.
 
     Args:
         plan_: any plan for the profile's model.
         profile: seconds and bytes of the model's operators.
-        cluster: where it shall run; may be another one than it was planned for.
+        cluster: cluster on which the plan shall run, not necessarily the one it was made for.
         schedule: another schedule than the plan's, with that schedule's own in-flight counts;
-            ``auto`` for the faster of those that ``plan`` chooses from, ``published`` for those of
+            ``auto`` for the fastest that ``plan`` chooses from, ``published`` for the fastest of
             the planner's paper.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         sparse_embeddings: as for ``plan``; by default as the plan says.
@@ -67,13 +67,13 @@ def simulate(
 def foreseen(
     plan_: Plan, profile: Profile, cluster: Cluster | None = None, *, schedule: str | None = None
 ) -> tuple[Plan, Timeline]:
-    """The plan with the figures that it has on a cluster, by default its own, and the timeline.
+    """Return the plan with its figures on a cluster, by default its own, and the timeline.
 
     Args:
-        schedule: another one than the plan's, as for ``simulate``; the plan then has that.
+        schedule: another schedule, as for ``simulate``, which the plan then has.
 
     Raises:
-        InvalidPlanError: if the plan does not suit model and cluster, or says of none.
+        InvalidPlanError: if the plan does not suit model and cluster, or has no cluster.
     """
     machines = cluster or plan_.machines
     if machines is None:
@@ -93,7 +93,7 @@ def foreseen(
 def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
-    """The figures of a plan by its timeline."""
+    """Return the figures of a plan from its timeline."""
     several = graph.shares_devices
     return Prediction(
         step_s=timeline.step_s,
@@ -114,8 +114,8 @@ def checked_run(
     *,
     messages: bool = True,
 ) -> Timeline:
-    """The timeline of one step by a schedule that is checked; ``slower`` as ``ModelCosts`` has it,
-    ``messages`` as ``run``.
+    """Check a schedule and simulate one step; ``slower`` as in ``ModelCosts``, ``messages`` as in
+    ``run``.
     """
     costs = ModelCosts(graph, cost, slower=slower or {})
     order = compute_order(graph, schedule)
@@ -129,16 +129,15 @@ def ideal_step_s(
     *,
     model: OpGraph | None = None,
 ) -> float:
-    """Seconds of a step whose links cost nothing: what the schedule allows for these stage times.
-
-    Of an asynchronous plan, seconds per mini-batch once the pipeline is full.
+    """Return the seconds of a step whose links cost nothing, as the schedule allows for these stage
+    times; for an asynchronous plan, seconds per mini-batch once the pipeline is full.
 
     Args:
         plan_: stages and schedule.
         forward_s: per stage, {samples of one device's slice: seconds of a forward}.
-        backward_s: likewise.
-        model: tells stage edges that carry data or gradients from those that only order; by default
-            all do.
+        backward_s: the same for a backward.
+        model: distinguishes stage edges that carry values or gradients from edges that only order
+            stages; by default all carry both.
     """
     graph = plan_.stage_graph
     edges = message_edges(graph, model) if model is not None else EVERY_EDGE
@@ -149,7 +148,7 @@ def ideal_step_s(
 
 
 def synchronous(plan_: Plan) -> Plan:
-    """The same stages with a flush after every batch; a synchronous plan as it is."""
+    """Return a plan of the same stages with a flush after every batch; a synchronous plan as is."""
     if plan_.mode == "sync":
         return plan_
     graph = rule_named(plan_.schedule).warm_up(plan_.stage_graph)

@@ -27,7 +27,7 @@ BUDGET = SearchBudget()
 
 @dataclass(frozen=True)
 class StepSearch:
-    """A search for the shortest step; the fields are arguments of ``plan``."""
+    """A search for the shortest step; its fields are arguments of ``plan``."""
 
     batch_size: int
     name: str
@@ -40,8 +40,8 @@ class StepSearch:
     notes: Sequence[str]
 
     def fitting(self, cost: CostModel, *, may_share: bool) -> Plan:
-        """The plan with the shortest simulated step, with replicas that share the optimizer's state
-        where nothing fits without.
+        """Search for the plan with the shortest simulated step; if nothing fits, search again with
+        replicas that share the optimizer's state.
         """
         try:
             return self.plan(cost, may_share=may_share)
@@ -52,10 +52,10 @@ class StepSearch:
             raise
 
     def plan(self, cost: CostModel, *, may_share: bool = False) -> Plan:
-        """The plan with the shortest simulated step.
+        """Search for the plan with the shortest simulated step.
 
         Args:
-            may_share: whether replicas may share the optimizer's state, where prices have that not.
+            may_share: whether replicas may share the optimizer's state if ``cost`` does not.
         """
         phases, notes, planner = Phases(), [*self.notes], self.planner
         contest, search, count = self._decide(cost, phases, may_share)
@@ -94,7 +94,7 @@ class StepSearch:
     def _decide(
         self, cost: CostModel, phases: Phases, may_share: bool
     ) -> tuple[Contest, Iterable[StageGraph], int]:
-        """The contest at its end, the search, and the number of its proposals."""
+        """Return the contest at its end, the search, and the number of its proposals."""
         # Nothing is shorter than the bound.
         enough_s = step_bound(cost, self.batch_size) * (1 + SETTINGS.bound_met)
         with phases.timed("search_s"):
@@ -133,8 +133,8 @@ class StepSearch:
     def _until(
         self, proposals: Iterable[StageGraph], cost: CostModel, enough_s: float
     ) -> Iterator[StageGraph]:
-        """Generate proposals up to the first whose step is short enough, without what a search
-        would find beyond it.
+        """Generate proposals up to the first whose step is short enough; the search does not go
+        beyond it.
         """
         judge = Judge(ShortestStep(cost, self.schedules))
         judge.best_s = enough_s
@@ -148,14 +148,14 @@ class StepSearch:
         self, judge: Judge, improving: Search | None, proposals: Iterable[StageGraph]
     ) -> None:
         if self.start is not None and not self.start.shares_devices:
-            # Before any other, so that every schedule of it is tried.
+            # Before all others, so that every schedule of it is tried.
             judge.consider([self.start], BUDGET.simulation)
         if improving is not None:
             judge.consider(improving.likely(), BUDGET.likely, in_order=True)
         judge.consider(proposals, BUDGET.simulation)
 
     def _first_that_fits(self, cost: CostModel, proposals: Iterable[StageGraph]) -> Judge:
-        """The judgement after an interrupt that came before any: the first proposal that fits."""
+        """Return a judge of the first proposal that fits, after an interrupt before any result."""
         for proposal in proposals:
             judge = Judge(ShortestStep(cost, self.schedules))
             judge.consider([proposal])

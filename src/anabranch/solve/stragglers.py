@@ -1,15 +1,15 @@
-"""Devices and links that take longer than was predicted, beside the others.
+"""Devices and links that take longer than predicted in comparison with the others.
 
-That everything takes longer is a matter of the prediction. One device that does while others do not
-is slow itself: it is too hot, shares its processor, or is of another kind. So each is compared with
-what was predicted for it, and the ratio with that of the others::
+If everything takes longer, the prediction is wrong. If one device takes longer and the others do
+not, that device is slow: it is too hot, shares its processor, or is of another kind. So the time of
+each is divided by its prediction, and the ratio is compared with the ratios of the others::
 
     device 0   computes 41 ms, predicted 40 ms     1.03
     device 1   computes 83 ms, predicted 41 ms     2.02      slow: 2.0 times as long as the others
     device 2   computes 43 ms, predicted 42 ms     1.02
 
-A message counts where its receiver was waiting when it was sent: then it took from the one moment
-to the other.
+A message counts if its receiver was already waiting when it was sent; it then took from the start
+of the send to the end of the receive.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Span, Timeline
 
 DEVICE_TIMES, LINK_TIMES = 1.4, 3.0
-"""Factors over the others from which a device, or a link, is called slow. Lower ones would name
-whatever a busy machine does to one of its processes."""
+"""Factors over the others from which a device or a link is called slow. With lower ones a busy
+machine alone would make processes slow."""
 
 _Seconds = dict[tuple[int, ...], list[float]]
-"""Device, or both ends of a link -> its times."""
+"""(device,), or both ends of a link -> its seconds, one per step or message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Straggler:
     """A device, or a link between two, that is slow.
 
     Attributes:
-        devices: one, or the two ends of a link.
-        times: how many times as long it takes as others would.
-        seconds: in a step, more than if it were as the others are.
-        is_alone: the only link, which has just its own prediction to be compared with.
+        devices: the device, or the two ends of the link.
+        times: how many times as long it takes as the others, relative to predictions.
+        seconds: seconds of a step that it takes more than if it were like the others.
+        is_alone: True for the only link, which is compared with its own prediction.
     """
 
     devices: tuple[int, ...]
@@ -59,7 +59,7 @@ def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Stragg
     """Find slow devices and links, the worst first.
 
     Args:
-        measured: of the same plan as ``predicted``; of several steps the median counts.
+        measured: steps of the same plan as ``predicted``; the median of several counts.
     """
     if not measured:
         return []
@@ -78,10 +78,10 @@ def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Stragg
 
 
 def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggler]:
-    """Return stages or devices that take more than ``least`` times as long as others.
+    """Return devices or links that take more than ``least`` times as long as others.
 
     Args:
-        expected: seconds of one step.
+        expected: predicted seconds in one step.
     """
     predicted_s = {key: statistics.median(seconds) for key, seconds in expected.items()}
     ratios = {
@@ -93,7 +93,7 @@ def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggle
     for key, ratio in ratios.items():
         others, is_link = [other for peer, other in ratios.items() if peer != key], len(key) > 1
         if not (others or is_link):
-            continue  # of a device alone that is a matter of the prediction
+            continue  # a device alone cannot be told from a wrong prediction
         usual = max(statistics.median_low(others or [1.0]), float(is_link))
         if ratio > least * usual:
             more = (ratio - usual) * predicted_s[key] * len(expected[key])
@@ -116,7 +116,7 @@ def _message(span: Span) -> tuple[object, ...]:
 
 
 def _awaited(timeline: Timeline) -> list[tuple[tuple[int, int], float]]:
-    """Seconds of the messages that their receivers were waiting for."""
+    """Return (link, seconds) of the messages for which their receivers were waiting."""
     messages = [span for span in timeline.spans if not span.action.kind.is_compute]
     sent = {_message(span): span for span in messages if not span.action.kind.is_receive}
     awaited = []
@@ -128,7 +128,7 @@ def _awaited(timeline: Timeline) -> list[tuple[tuple[int, int], float]]:
 
 
 def _transfers(timeline: Timeline) -> _Seconds:
-    """Seconds of all messages of a predicted timeline, by link."""
+    """Return the seconds of all messages of a predicted timeline, by link."""
     transfers: _Seconds = defaultdict(list)
     for span in timeline.spans:
         if span.action.kind.is_receive:

@@ -1,12 +1,12 @@
-"""Demands on a planner, where nothing is ever flushed and versions of the weights take memory.
+"""Demands on a planner for training without a flush, where versions of the weights take memory.
 
 A planner is asked for a synchronous plan of a very long batch, ``STREAM`` mini-batches in a row
-with an all-reduce for each, because that is what asynchronous 1F1B runs: how the pipeline fills
-hardly counts there, the slowest stage decides.
+with an all-reduce for each. Asynchronous 1F1B runs the same: filling the pipeline hardly counts,
+and the slowest stage decides.
 
-Planners know one version of the weights. So where proposals do not fit with those that the policy
-holds, the planner is asked again with prices that have them (``Demand``), and then for plans that
-leave more memory free, at most as often as ``SHARES`` says.
+Planners know one version of the weights. If proposals do not fit with the versions that the policy
+holds, the planner is asked again with prices that include them (``Demand``), and then for plans
+that leave more memory free, at most as often as ``SHARES`` has entries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from anabranch.solve.phases import Stop, collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
-"""Mini-batches in the row that planners are asked for, where a stage may have that many."""
+"""Mini-batches in the batch that planners are asked for; fewer if a stage would have more than
+``MOST_MICROBATCHES`` micro-batches.
+"""
 
 SHARES = (1.0, 0.8, 0.6, 0.4)
 """Shares of a device's memory that planners may take, tried one after the other."""
@@ -34,9 +36,9 @@ SHARES = (1.0, 0.8, 0.6, 0.4)
 class Demand(NamedTuple):
     """Weight versions as a planner can price them, and the memory it may take.
 
-    A stage with n mini-batches in flight is taken to hold ``1 + constant + flight * n`` versions,
-    at most one too many for most policies. A replica is taken to stash its share of the weights
-    only. The judge counts exactly.
+    A stage with n mini-batches in flight is taken to hold ``1 + constant + flight * n`` versions;
+    for most policies that is at most one too many. A replica is taken to stash only its share of
+    the weights. The judge counts exactly. ``share`` is that of a device's memory.
     """
 
     share: float
@@ -51,8 +53,8 @@ _DEPTH = 4
 
 
 def versions_of_flight(policy: WeightPolicy, *, last_update: bool = False) -> tuple[int, int]:
-    """Versions that a stage holds for each mini-batch in flight, and how many besides these and the
-    current one.
+    """Return the versions that a stage holds per mini-batch in flight, and the versions besides
+    these and the current one.
     """
     graph = asynchronous.warm_up(
         StageGraph(
@@ -68,7 +70,7 @@ def versions_of_flight(policy: WeightPolicy, *, last_update: bool = False) -> tu
 
 
 def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
-    """Demands to make one after the other, until everything proposed fits."""
+    """Return the demands to make one after the other, until all proposals fit."""
     flight, constant = versions_of_flight(policy, last_update=last_update)
     first_of_all = [Demand(1.0)]
     if flight:
@@ -80,10 +82,10 @@ class Proposals:
     """Proposals of a planner for a stream of mini-batches.
 
     Args:
-        known: answers that other searches have had.
+        known: answers from other searches.
 
     Attributes:
-        stop: the reason for the early end of a search, if any was ended.
+        stop: reason for the early end of a search, if one was ended early.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class Proposals:
 
     @property
     def count(self) -> int:
-        """Different proposals."""
+        """Number of different proposals."""
         return len(self._proposed)
 
     def get(self, microbatch_size: int, demand: Demand) -> list[StageGraph]:
-        """Stage graphs for this micro-batch size that leave memory for so many versions.
+        """Return the stage graphs for a micro-batch size that meet a demand.
 
         Raises:
             InfeasiblePlanError: if the planner has none.
@@ -135,7 +137,7 @@ class Proposals:
     def _planner(self, demand: Demand) -> Planner:
         planner: Any = self.planner
         if isinstance(planner, Auto):
-            # It searches once these are judged.
+            # It searches later, when its starts have been judged.
             planner = replace(planner, evaluations=0)
         if getattr(planner, "recompute", None) is True and not demand.recompute:
             planner = replace(planner, recompute=False)
@@ -145,7 +147,7 @@ class Proposals:
         cost, profile = self._cost, self._cost.profile
         tight = replace(cost.cluster, memory_bytes=int(cost.cluster.memory_bytes * demand.share))
         if demand.flight:
-            # A version per mini-batch in flight is like activations of so many bytes per sample.
+            # A version per mini-batch in flight counts as activations: bytes per sample.
             stashed = (
                 int(cost.stage_held_bytes([i]).trainable) * demand.flight
                 for i in range(len(profile.graph))

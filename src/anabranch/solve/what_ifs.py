@@ -1,7 +1,7 @@
 """Simulated what-ifs: the step of a plan without one bottleneck.
 
-Stages, devices, micro-batches and schedule stay what they are, so these are what a change of the
-machines, the model or the balance could gain this very plan; a new plan may gain more.
+Stages, devices, micro-batches and schedule stay the same. So each tells what a change of machines,
+model or balance would gain for this very plan; a new plan may gain more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _WithoutSums(ModelCosts):
     """Prices of stages whose gradients are summed in no time."""
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """None."""
+        """Return no all-reduces."""
         return ()
 
 
@@ -54,14 +54,14 @@ class _WithoutUpdates(ModelCosts):
     """Prices of stages whose parameters are updated in no time."""
 
     def update_s(self, stage: int) -> float:
-        """No time."""
+        """Return no time."""
         return 0.0
 
 
 def what_ifs(graph: StageGraph, schedule: str, cost: CostModel, timeline: Timeline) -> list[WhatIf]:
     """Simulate the changes that make sense for a plan; the shortest step first.
 
-    Of a step with so many actions that it takes long to simulate, fewer changes or none.
+    A step with so many actions that it takes long to simulate gets fewer changes, or none.
 
     Args:
         graph: stages with their in-flight counts.
@@ -87,7 +87,7 @@ def what_ifs(graph: StageGraph, schedule: str, cost: CostModel, timeline: Timeli
 def _changes(
     graph: StageGraph, cost: CostModel, timeline: Timeline
 ) -> Iterator[tuple[str, str, ModelCosts]]:
-    """Key, words and the prices of the stages after every change, one at a time."""
+    """Generate (key, words, prices of the stages) for every change, one at a time."""
     levels = cost.cluster.levels
     if len(graph.devices) > 1:
         fast = [replace(level, bandwidth=FREE_BANDWIDTH) for level in levels]
@@ -112,7 +112,7 @@ def _changes(
     if any(stage.recompute for stage in graph.stages):
         lighter = ModelCosts(graph.without_recompute(), cost)
         yield "no_recompute", "memory for everything, nothing recomputed", lighter
-    # Twice as many beyond those that a stage at the end of the model has, as of "1f1b-deep".
+    # Twice as many beyond the k that a stage at the end of the model has, as for "1f1b-deep".
     counts = map(graph.num_microbatches, range(len(graph)))
     stages = tuple(
         replace(stage, in_flight=max(stage.in_flight, min(2 * stage.in_flight - stage.k, count)))
@@ -130,8 +130,8 @@ def _linked(graph: StageGraph, cost: CostModel, levels: Sequence[Level]) -> Mode
 
 
 def _evened(graph: StageGraph, cost: CostModel, busy_s: Mapping[int, float]) -> ModelCosts:
-    """Prices of operators that are quicker in stages whose devices compute more than the mean, and
-    slower in the others: the work stays what it is.
+    """Return prices with quicker operators in stages whose devices compute more than the mean, and
+    slower ones in other stages: the total work stays the same.
     """
     mean = sum(busy_s.values()) / len(busy_s)
     slowest = [max(busy_s[device] for device in stage.devices) for stage in graph.stages]
@@ -143,7 +143,7 @@ def _evened(graph: StageGraph, cost: CostModel, busy_s: Mapping[int, float]) -> 
 
 
 def _in_best_slices(graph: StageGraph, cost: CostModel) -> ModelCosts:
-    """Prices of operators that take as long per sample as at their best slice."""
+    """Return prices at which every sample takes an operator as long as in its best slice."""
     profile, least_s = cost.profile, least_s_per_sample(cost, graph.batch_size)
     wanted = np.outer(least_s, profile.samples)
     shares = wanted / np.maximum(profile.seconds.sum(axis=0), 1e-300)

@@ -1,7 +1,7 @@
-"""A ready training loop, which ``anabranch train`` runs on every rank, and what is told of it.
+"""A ready training loop, which ``anabranch train`` runs on every rank, and its events.
 
-It adds evaluation, checkpoints, callbacks and figures; another loop takes five lines with
-``Pipeline``.
+It adds evaluation, checkpoints, callbacks and figures to a ``Pipeline``, with which a loop of your
+own takes five lines.
 """
 
 from anabranch.training.adaptation import Looks as Looks

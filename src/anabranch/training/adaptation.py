@@ -1,8 +1,8 @@
-"""Looks in the middle of training: what devices and links take, and whether another plan is better.
+"""Looks in the middle of training at the times of devices and links, and for a better plan.
 
 ::
 
-    steps   1 .. 5   6 ......... 105   106 .. 108   109 .........       in a row, but for looks
+    steps   1 .. 5   6 ......... 105   106 .. 108   109 .........       in a row except for looks
                    look                          look
                      slow: device 1                better plan: state moves, training goes on
 """
@@ -28,20 +28,20 @@ from anabranch.training.events import LookEvent, PlanEvent
 from anabranch.training.step_loop import StepLoop
 
 LOOK_EVERY = 100
-"""Steps in a row between two looks at what devices and links take. Each look has ``RECORDED_STEPS``
-steps with a barrier, so more looks would notice sooner and cost more: these three are less than 1 %
-where filling the pipeline takes a third of a step.
+"""Steps in a row between two looks. Each look has ``RECORDED_STEPS`` steps with a barrier, so more
+looks would notice sooner and cost more: three steps are less than 1 % if filling the pipeline takes
+a third of a step.
 """
 
 
 @dataclass(frozen=True)
 class Looks:
-    """Looks in the middle of training at what devices and links take, beside what was predicted.
+    """Comparison of the times of devices and links with the prediction, in the middle of training.
 
     Attributes:
-        every: steps between two of them; None for none.
+        every: steps between two looks; None for no looks.
         replans: whether training changes to another plan where that repays.
-        replanner: knows the prediction; only the first rank needs to have one.
+        replanner: source of predictions and plans; only the first rank needs to have one.
     """
 
     every: int | None = LOOK_EVERY
@@ -49,8 +49,8 @@ class Looks:
     replanner: Replanner | None = None
 
     def steps_until(self, done: int, accumulate: int) -> int | None:
-        """Count the steps in a row until those that are recorded for the next look, which end with
-        an update: nothing else can be between two plans.
+        """Return the steps in a row up to the recorded steps of the next look. These end with an
+        update, as plans can only change between updates.
         """
         if self.every is None:
             return None
@@ -60,15 +60,15 @@ class Looks:
 class Adaptation:
     """Reaction of a run to its looks; all ranks take part, the first decides.
 
-    After a change the next look shows whether steps have become shorter. If not, the plan before
+    After a change the next look shows whether steps have become shorter. If not, the previous plan
     comes back, and stays.
 
     Args:
-        start_s: seconds that the pipeline took to be made: what another plan will take, roughly.
+        start_s: seconds in which the pipeline was made: about as long as a change of plan takes.
 
     Attributes:
-        slow: what was slower than predicted at the last look.
-        changes: of the plan, as text.
+        slow: devices and links that were slower than predicted at the last look, as text.
+        changes: changes of the plan, as text.
     """
 
     def __init__(self, loop: StepLoop, looks: Looks, start_s: float) -> None:
@@ -77,7 +77,7 @@ class Adaptation:
         self._loop, self._looks, self._change_s = loop, looks, start_s
         self._expected: tuple[Plan, Timeline] | None = None
         self._before: tuple[Plan, float] | None = None
-        self._settled_s = 0.0  # of a step for which no better plan was found
+        self._settled_s = 0.0  # seconds of a step for which the search had no better plan
         self._is_over = not looks.replans
 
     def look(self) -> None:
@@ -103,8 +103,8 @@ class Adaptation:
             self._change(chosen or plan_from_dict(document), why)
 
     def _compare(self, replanner: Replanner) -> bool:
-        """Note what is slow; False where nothing is predicted of the plan, or devices take turns on
-        the cores of a host: who waits for a core takes longer there, and is not slow.
+        """Note slow devices and links. Return False if the plan has no prediction, or devices share
+        the cores of a host: waiting for a core does not make a device slow.
         """
         loop, plan = self._loop, self._loop.pipe.plan
         if replanner.cluster.shared_cores:
@@ -138,7 +138,7 @@ class Adaptation:
         loop.alone(1 + RECORDED_STEPS)
 
     def _decide(self, replanner: Replanner, measured: Measured) -> tuple[Plan | None, str]:
-        """The plan to change to, and why; on the first rank."""
+        """Return the plan to change to, if any, and the reason; on the first rank."""
         loop, pipe = self._loop, self._loop.pipe
         step_s = statistics.median(timeline.step_s for timeline in measured.timelines)
         if self._before is not None:

@@ -1,4 +1,4 @@
-"""A run around its steps: how it begins, what is done between them, how it ends.
+"""A run around its steps: its beginning, the work between steps, its end.
 
 All ranks evaluate and write checkpoints between the same steps, and never between the batches of
 one update.
@@ -37,8 +37,8 @@ class Course(Generic[_Pipe]):
     """A run around its steps; arguments are those of ``train``.
 
     Attributes:
-        batches: until the last step, or until training ends early.
-        start_s: seconds that the pipeline took to be made.
+        batches: batches up to the last step, or until training ends early.
+        start_s: seconds in which the pipeline was made.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Course(Generic[_Pipe]):
         if isinstance(self.pipe, Pipeline) and self.pipe.copied is not None:
             self._first_step = int(self.pipe.copied["first_step"])
             self._copied_at = self.pipe.step_number
-            self._saved_at -= 1  # a checkpoint of that step may never have been finished
+            self._saved_at -= 1  # a checkpoint of that step may be unfinished
             if save_every is not None and save_every.best:
-                self._evaluated_at -= 1  # nor one that its evaluation asked for
+                self._evaluated_at -= 1  # and so may one for which its evaluation asked
             made = (Evaluation(**kept) for kept in self.pipe.copied["evaluations"])
             self._evaluations = [e for e in made if e.step <= self._evaluated_at]
         done = self.pipe.step_number - self._first_step
         if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
             _warn_of_untold_epochs(self.pipe)
-        if not self._goes_on:  # otherwise steps were done in that place
+        if not self._goes_on:  # else its own checkpoints may be there
             require_place(self._folder, self._resume, is_series=save_every is not None)
         left = None if epochs is None else self.pipe.batches_left(epochs)
         left = None if left is None else left + done
@@ -103,12 +103,12 @@ class Course(Generic[_Pipe]):
         self.batches = islice(batches, None if steps is None else max(steps - done, 0))
 
     def _begin_series(self, save_every: SaveEvery | None) -> None:
-        """Count from here to the first of several checkpoints, if there are to be some."""
+        """Start the intervals between several checkpoints, if there are to be some."""
         self._save_every = save_every
         self._metrics: dict[str, float] | None = None  # of the last evaluation
         self._best = -math.inf
         self._unfinished: CheckpointEvent | None = None
-        self._unmarked: tuple[Path, Mapping[str, float]] | None = None  # the best, to be complete
+        self._unmarked: tuple[Path, Mapping[str, float]] | None = None  # best, not yet complete
         if self._folder is not None and save_every is not None and save_every.best:
             save_every.require_metric(self.pipe.metric_names)
             best = save_every.score(best_evaluation(self._folder))
@@ -117,10 +117,10 @@ class Course(Generic[_Pipe]):
         SAVE_CLOCK.start(seconds, rank=self.pipe.rank)
 
     def _between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, before each what is due after the step before.
+        """Generate the same batches; before each, do the work that is due after the last step.
 
-        Where training is to end early there are no more, but never between the batches of an
-        update; what is due is done all the same, as the run that goes on will not do it.
+        If training is to end early, batches end, but never between the batches of an update. Due
+        work is done all the same, as a resumed run does not do it.
         """
         while True:
             self._look()
@@ -131,13 +131,13 @@ class Course(Generic[_Pipe]):
             yield batch
 
     def _look(self) -> None:
-        """All ranks look between the same steps."""
+        """Do the work that is due, between the same steps on all ranks."""
         self._look_for_finished()
         if self._save_every is not None:
             SAVE_CLOCK.look()
         if not self.pipe.is_between_updates:
             return
-        # Behind the last step what was trained is saved before.
+        # Behind the last step weights are saved first, so it is evaluated later (``_end``).
         evaluates = INTERRUPT.agreed or not self._is_over
         evaluates &= self._is_crossed(self._evaluate_every, self._evaluated_at)
         is_best = evaluates and self._evaluate()
@@ -154,9 +154,9 @@ class Course(Generic[_Pipe]):
         return total is not None and self.pipe.step_number >= self._first_step + total
 
     def _look_for_copy(self) -> None:
-        """Copy the state behind the first step, and when it is due; behind the last there is none,
-        so that whoever goes on has a step to do. Nor is there one before the first: whoever begins
-        anew compares gradients anew.
+        """Copy the state behind the first step, and whenever it is due. There is no copy behind the
+        last step, so that a recovery has a step to do, and none before the first: without a step
+        done, gradients are compared anew.
         """
         pipe, done = self.pipe, self.pipe.step_number
         if self._copies is None or not isinstance(pipe, Pipeline):
@@ -164,7 +164,7 @@ class Course(Generic[_Pipe]):
         is_first = self._copied_at < 0
         is_due = is_first or done - self._copied_at >= self._copies.every
         if is_due and done > self._first_step and not self._is_over:
-            # That of the first step counts at once, so the next one may come earlier.
+            # The interval starts at the first step, so the copy after the first comes earlier.
             self._copied_at = self._first_step if is_first else done
             kept = {
                 "first_step": self._first_step,
@@ -173,11 +173,11 @@ class Course(Generic[_Pipe]):
             pipe.copy_state(kept, self.reporter.noting())
 
     def _is_crossed(self, every: int | None, before: int) -> bool:
-        """True if a multiple of an interval lies between an earlier step and this one."""
+        """Return True if a multiple of an interval lies between an earlier step and this one."""
         return every is not None and self.pipe.step_number // every > before // every
 
     def _evaluate(self) -> bool:
-        """Evaluate, and say whether this is the best so far, with a place to keep it."""
+        """Evaluate, and return True if this is the best so far."""
         started = time.perf_counter()
         with self.clock.paused():
             metrics = self.pipe.evaluate()
@@ -205,7 +205,7 @@ class Course(Generic[_Pipe]):
         self.pipe.save(folder, wait=wait, keep=self._save_every.keep)
 
     def _is_there(self, folder: Path) -> bool:
-        """True if a checkpoint was written before the failure after which steps are done again."""
+        """Return True if a checkpoint is from before the failure after which steps are repeated."""
         return self._goes_on and bool(self.pipe.from_first(folder.exists()))
 
     def _finish(self) -> None:
@@ -223,8 +223,8 @@ class Course(Generic[_Pipe]):
             self._unmarked = None
 
     def _end(self) -> Mapping[str, float] | None:
-        """After the last step: keep what was trained before anything else can fail, then evaluate,
-        unless the run was interrupted.
+        """Save after the last step, before anything else can fail, then evaluate, unless the run
+        was interrupted.
 
         Returns:
             Held-out means of the last step, if there are any.
@@ -244,7 +244,7 @@ class Course(Generic[_Pipe]):
         return self._metrics if is_known else None
 
     def require_steps(self) -> None:
-        """Refuse a run that has made none."""
+        """Refuse a run that has made no steps."""
         if self.reporter.losses or self._evaluates_alone:
             return
         if INTERRUPT.agreed:
@@ -254,7 +254,7 @@ class Course(Generic[_Pipe]):
         raise nothing_left(self._resume, self.pipe.epoch)
 
     def finished(self, **figures: Any) -> Run:
-        """Say what came of the steps, then save and evaluate once more."""
+        """Make the run from its figures, then save and evaluate once more."""
         run = Run(
             losses=tuple(self.reporter.losses),
             metrics=dict(self.pipe.metrics),
@@ -293,11 +293,11 @@ def nothing_left(resume: Path | None, done: int) -> TrainingError:
 
 
 def require_evaluation(workload: Workload, every: int | None, steps: int | None = None) -> None:
-    """Accept an interval between evaluations, if any, and a run of no steps, which evaluates.
+    """Check that evaluations during training, or a run without steps, can be done.
 
     Raises:
         DataError: if there is no held-out data.
-        ValueError: if it is less than 1.
+        ValueError: if the interval is less than 1.
     """
     if every is not None and every < 1:
         raise ValueError(f"evaluate_every is {every}; it counts steps, from 1")

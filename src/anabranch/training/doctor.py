@@ -1,6 +1,6 @@
-"""An examination of a model: can it be captured, what is to know of it, and what to plan first.
+"""An examination of a model: whether it can be captured, facts about it, and a first plan.
 
-Nothing is trained and nothing is timed: the graph says most, and seconds are those of a data sheet.
+Nothing is trained or timed: the graph shows most, and seconds are those of a data sheet.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Branches:
     """Possible gain of a stage graph over a chain of stages.
 
     Attributes:
-        operators: of the model.
+        operators: number of operators of the model.
         depth: operators on the longest path.
-        width: branches that run side by side, on average: all seconds over those of the path that
-            takes longest. 1 is a chain; more is the share by which a graph's way through may be
-            shorter, at best.
+        width: branches that run side by side, on average: seconds of all operators over seconds of
+            the longest path. 1 is a chain; more is the factor by which the way through a graph may
+            be shorter, at best.
     """
 
     operators: int
@@ -58,10 +58,10 @@ class Examination:
     """Result of an examination.
 
     Attributes:
-        error: why the model cannot be captured, or nothing.
-        findings: one sentence each.
-        plan: the first one to try, if there is one.
-        peaks: (device, stage, parameters and what comes with them, all at the peak), in bytes.
+        error: reason why the model cannot be captured; empty if it can.
+        findings: facts to know, one sentence each.
+        plan: first plan to try, if there is one.
+        peaks: (device, stage, bytes with nothing in flight, bytes at the peak).
     """
 
     model: str
@@ -93,9 +93,9 @@ def examine(
     """Examine a model, and plan it for a cluster with the seconds of a data sheet.
 
     Args:
-        workload: the module may be on the meta device.
+        workload: a workload, whose module may be on the meta device.
         device: a key of ``profile.data_sheets.DATA_SHEETS``.
-        precision: of the autocast that the plan is for.
+        precision: precision of the autocast for which to plan.
     """
     findings = [*_of_module(workload.module), *_of_recipes(workload)]
     name = model or type(workload.module).__name__
@@ -136,7 +136,7 @@ def examine(
 
 
 def branches(profile: Profile) -> Branches:
-    """Width and depth of a model by the seconds of its operators at the largest sample count."""
+    """Return depth and width of a model, by its operators' seconds at the largest sample count."""
     graph = profile.graph
     seconds = np.array([cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs])
     path_s, depth = (
@@ -236,7 +236,7 @@ def _peaks(plan: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, in
 
 
 def report(examination: Examination) -> str:
-    """Plain text, ready to be pasted into a report."""
+    """Return the examination as plain text, ready to be pasted into a report."""
     model, plan = examination.model, examination.plan
     versions = ", ".join(f"{name} {version}" for name, version in examination.versions.items())
     size = memory_text(examination.parameter_bytes)

@@ -1,9 +1,9 @@
 """Events of a training run, given to callbacks.
 
-A callback is anything that can be called with an event. It is called on the first rank alone, in
-the process that trains: loss, metrics and held-out means there are those of the whole batch, as on
-every rank. Events come in the order of their steps; training waits meanwhile. What a callback
-raises ends the run on all ranks. A run that fails has no ``EndEvent``.
+A callback is anything that can be called with an event. It is called on the first rank only, in
+the process that trains; loss, metrics and held-out means are those of the whole batch, as on every
+rank. Events come in the order of their steps; training waits meanwhile. An exception of a callback
+ends the run on all ranks. A run that fails has no ``EndEvent``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class StepEvent:
     """A step was made, or without a flush a mini-batch was learned by all stages.
 
     Attributes:
-        step: steps that the model has been trained for, those before ``resume`` included.
+        step: steps for which the model has been trained, those before ``resume`` included.
         done: steps done in this run, from 1.
-        total: steps to do in this run, None if that is not known.
+        total: steps to do in this run; None if not known.
         epoch: passes through the data that were complete before the batch.
         loss: mean over the batch.
-        seconds: wall time since the loss before, without evaluations between; without a flush 0
-            while the pipeline fills or drains.
-        samples: in the batch.
-        learning_rate: of the first parameter group of the first rank when the batch was read; None
-            where that rank trains nothing.
+        seconds: wall time since the previous loss, without evaluations in between; without a flush
+            0 while the pipeline fills or drains.
+        samples: samples of the batch.
+        learning_rate: learning rate of the first parameter group of the first rank when the batch
+            was read; None if that rank trains nothing.
     """
 
     name: ClassVar[str] = "step"
@@ -51,8 +51,8 @@ class EvaluationEvent:
 
     Attributes:
         metrics: means over samples, ``loss`` among them.
-        seconds: what it took.
-        is_best: the checkpoint of this step becomes ``best`` (``SaveEvery.best``).
+        seconds: seconds of the evaluation.
+        is_best: whether the checkpoint of this step becomes ``best`` (``SaveEvery.best``).
     """
 
     name: ClassVar[str] = "evaluation"
@@ -67,7 +67,7 @@ class CheckpointEvent:
     """A checkpoint is complete.
 
     Attributes:
-        step: that it is of; training may be further.
+        step: step of the checkpoint; training may be further.
     """
 
     name: ClassVar[str] = "checkpoint"
@@ -80,7 +80,7 @@ class LookEvent:
     """Times of devices and links were compared with the prediction.
 
     Attributes:
-        slow: what takes longer than predicted beside the others, as text, the worst first.
+        slow: devices and links that take longer than predicted, as text, the worst first.
     """
 
     name: ClassVar[str] = "look"
@@ -93,9 +93,9 @@ class PlanEvent:
     """Training goes on under another plan.
 
     Attributes:
-        why: as text.
-        predicted_s: seconds of its step, None if they are not known.
-        plan: that training goes on with.
+        why: reason, as text.
+        predicted_s: predicted seconds of its step; None if not known.
+        plan: the new plan.
     """
 
     name: ClassVar[str] = "plan"
@@ -110,8 +110,8 @@ class EndEvent:
     """The run has ended without a failure.
 
     Attributes:
-        metrics: held-out means where there is held-out data, otherwise those of the last step.
-        interrupted: the user ended it early.
+        metrics: held-out means if there is held-out data, otherwise metrics of the last step.
+        interrupted: whether the user ended it early.
     """
 
     name: ClassVar[str] = "end"

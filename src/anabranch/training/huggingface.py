@@ -13,9 +13,9 @@ scheduler are built by the rules of ``Trainer``.
     eval_strategy, eval_steps                     evaluate_every
     bf16, fp16                                    ComputeOptions(precision=...)
 
-A collator that pads to the longest sequence of a batch gets length buckets by itself
-(``data.length_buckets``). What would change training and is not taken over is refused before
-anything is planned. An update of several batches goes on across the end of an epoch, where
+For a collator that pads to the longest sequence of a batch, length buckets are made
+(``data.length_buckets``). Arguments that would change training and are not taken over are refused
+before anything is planned. An update of several batches goes on across the end of an epoch, where
 ``Trainer`` makes a smaller one.
 """
 
@@ -56,42 +56,41 @@ _INSTEAD = {
     "optimizers": "give optimizer=, a function of named parameters that every rank calls",
     "tokenizer": "give processing_class",
 }
-"""Arguments of ``Trainer`` that are refused -> what to do."""
+"""Refused arguments of ``Trainer`` -> what to do instead."""
 
 _FILL = {
     **dict.fromkeys(("attention_mask", "decoder_attention_mask", "position_ids"), 0),
     **{"labels": -100, "special_tokens_mask": 1},
 }
-"""Padding of tensors of Hugging Face, besides tokens and their types."""
+"""Hugging Face's padding of tensors, besides tokens and their types."""
 
 _NO_DECAY = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of parameters that ``Trainer`` gives no weight decay, besides those of ``LayerNorm``."""
+"""Patterns of parameters without weight decay in ``Trainer``, besides those of ``LayerNorm``."""
 
 
 class Trainer:
     """Trains as Hugging Face's ``Trainer(model, args, data_collator, ...)`` does, as a pipeline on
-    local ranks. Ranks that something else starts train by themselves::
+    local ranks. Ranks that are started otherwise, as by torchrun, train by themselves::
 
         training.train(trainer.workload, plan, **trainer.training_options())
 
     Args:
-        model: returns its loss when it is given labels, as models of Hugging Face do.
-        args: ``TrainingArguments``, or an object with those of its attributes that matter.
+        model: a model that returns its loss if it gets labels, as models of Hugging Face do.
+        args: ``TrainingArguments``, or an object that has some of their attributes.
         data_collator: a list of samples -> a batch of tensors; by default that of the
             ``processing_class`` (a tokenizer), or ``default_data_collator`` of transformers. It may
             pad to the longest of a batch: then the workload has length buckets. For a
             vision-language model it ends with ``multimodal_batch``, and pads to one length.
-        train_dataset: samples; an item is what the collator takes.
-        devices: of the plan. A batch is as large as that of ``Trainer`` on so many.
+        train_dataset: samples as the collator takes them.
+        devices: devices of the plan. A batch is as large as that of ``Trainer`` on as many.
         compute_metrics: called by ``evaluate``; during training there is the held-out loss.
-        fill: name of a tensor with sequences in dimension 1 -> its padding, where
-            that is not known.
-        optimizer: a recipe as ``Workload`` has, in place of the one that ``args`` describe.
-        options: of ``training.train``, such as ``callbacks``.
+        fill: name of a tensor with sequences in dimension 1 -> its padding, if that is not known.
+        optimizer: a recipe as in ``Workload``, in place of the one that ``args`` describe.
+        options: options of ``training.train``, such as ``callbacks``.
 
     Raises:
-        ValueError: if the data set is smaller than one batch, or ``args`` ask for what is not taken
-            over, such as an optimizer that is not AdamW.
+        ValueError: if the data set is smaller than one batch, or ``args`` has arguments that are
+            not taken over, such as an optimizer other than AdamW.
         TypeError: for further arguments that ``training.train`` does not take.
     """
 
@@ -122,7 +121,7 @@ class Trainer:
 
     @property
     def workload(self) -> Workload:
-        """The model, its data and its recipes, by ``args`` as they are now."""
+        """Model, data and recipes by the present ``args``."""
         taken = TrainerArguments.of(self.args)
         if self._made[0] != taken:
             self._made = taken, self._workload_by(taken)
@@ -230,8 +229,8 @@ class Trainer:
                 default what ``args`` has.
 
         Returns:
-            The ``Run``. The model has its weights, which ``save_model`` writes; so have the
-            checkpoints of ``output_dir``.
+            The ``Run``. The model has the trained weights, and ``save_model`` writes them; the
+            checkpoints of ``output_dir`` have them too.
         """
         from anabranch import launch
         from anabranch.runtime.plan_parts import prepare
@@ -239,7 +238,7 @@ class Trainer:
 
         options = self.training_options(resume_from_checkpoint) | self._options
         chosen = plan or self.plan()
-        # Once here rather than in every rank: forked ranks have it.
+        # Once here rather than in every rank: forked ranks inherit it.
         captured = self._captured(cast("Granularity", chosen.granularity))
         precision = options["compute"].precision
         prepare(captured, chosen.stage_graph, self.workload, precision)
@@ -251,7 +250,7 @@ class Trainer:
         return run
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """Compute the held-out loss and ``compute_metrics`` of the model as it is, in this process.
+        """Compute the held-out loss and ``compute_metrics`` of the present model in this process.
 
         Raises:
             ValueError: if there is no held-out data.
@@ -287,7 +286,7 @@ class Trainer:
         return {k if k.startswith(start) else start + k: value for k, value in metrics.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model as ``from_pretrained`` reads it, and what makes its inputs."""
+        """Write the model as ``from_pretrained`` reads it, and the ``processing_class``."""
         folder, model = Path(output_dir or self.args.output_dir), cast("Any", self.model)
         folder.mkdir(parents=True, exist_ok=True)
         if hasattr(model, "save_pretrained"):
@@ -305,8 +304,8 @@ class Trainer:
 def _as_batch(
     collate: Callable[[list[Any]], Any], taken: set[str] | None, samples: list[Any]
 ) -> dict[str, Any] | PackedBatch:
-    """A batch of ``multimodal_batch``, or a plain mapping; collators of Hugging Face make a class
-    of their own.
+    """Collate samples to a batch of ``multimodal_batch``, or to a plain mapping instead of Hugging
+    Face's own class.
     """
     if taken is not None and isinstance(samples[0], Mapping):
         samples = [{key: v for key, v in sample.items() if key in taken} for sample in samples]
@@ -321,8 +320,8 @@ def _in_bucket(buckets: LengthBuckets, collate: Any, samples: list[Any]) -> dict
 def _collator(
     model: nn.Module, args: TrainerArguments, collator: Any, processing_class: Any
 ) -> Any:
-    """A list of samples -> a batch of tensors; columns that the model does not take are left
-    out before, as ``Trainer`` does.
+    """Return a function from a list of samples to a batch of tensors, which first leaves out the
+    columns that the model does not take, as ``Trainer`` does.
     """
     if collator is None:
         from transformers import DataCollatorWithPadding, default_data_collator
@@ -337,7 +336,7 @@ def _collator(
 
 
 def _plain(model: nn.Module) -> Any:
-    """The model itself, where peft has wrapped it with adapters."""
+    """Return the model itself if peft has wrapped it with adapters."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
@@ -351,7 +350,7 @@ def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
 
 
 def _outputs(made: Any) -> tuple[Any, Any]:
-    """The loss of a model's result, and its logits: one tensor, or several."""
+    """Return the loss of a model's result, and its logits: one tensor, or several."""
     if isinstance(made, torch.Tensor):
         return made, ()
     items = dict(made.items() if hasattr(made, "items") else enumerate(made))
@@ -361,7 +360,7 @@ def _outputs(made: Any) -> tuple[Any, Any]:
 
 
 def _require_known(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for what neither ``Trainer`` here nor ``training.train`` takes."""
+    """Raise TypeError for arguments that neither this ``Trainer`` nor ``training.train`` takes."""
     from anabranch.runtime.pipeline import Pipeline
     from anabranch.training import train
 
@@ -375,8 +374,8 @@ def _require_known(options: Mapping[str, Any]) -> None:
 
 
 def _decayed(model: nn.Module) -> frozenset[str]:
-    """Parameters with weight decay. Asked before there are ranks, each of which would otherwise
-    import the modules of ``Trainer``.
+    """Return the parameters with weight decay; called before there are ranks, which would otherwise
+    all import the modules of ``Trainer``.
     """
     from transformers.trainer_pt_utils import get_parameter_names
 

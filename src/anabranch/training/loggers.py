@@ -1,7 +1,7 @@
 """Ready callbacks: events as JSON lines, as rows of a table, and for trackers of experiments.
 
 Nothing is opened before the first event, on the first rank, and each line is in the file before
-training goes on. A file that exists is gone on with: a run that is resumed, or started again
+training goes on. Lines are appended to a file that exists: a run that is resumed, or started again
 after a failure, has its steps in the same file.
 """
 
@@ -24,7 +24,7 @@ class JsonLines:
     """One JSON object per event, with its name as ``event``; numbers that are not finite are null.
 
     Args:
-        path: a file, which is made or gone on with.
+        path: a file, which is made or appended to.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,13 +49,13 @@ _COLUMNS = ("event", "step", "epoch", "seconds", "samples", "learning_rate", "lo
 
 
 class Csv:
-    """A row per step and per evaluation, in columns that both share; what one lacks is empty.
+    """A row per step and per evaluation, in the same columns; missing values are empty.
 
     Columns are ``event``, ``step``, ``epoch``, ``seconds``, ``samples``, ``learning_rate``,
     ``loss`` and the metrics.
 
     Args:
-        path: a file, which is made or gone on with.
+        path: a file, which is made or appended to.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -93,7 +93,7 @@ class Csv:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The figures of an event by the names that trackers group them by: ``train/loss``,
+    """Return the figures of an event by names that trackers group: ``train/loss``,
     ``evaluation/accuracy``.
     """
     if isinstance(event, StepEvent):
@@ -112,7 +112,7 @@ class TensorBoard:
     """Curves for TensorBoard, by ``torch.utils.tensorboard``; needs the package tensorboard.
 
     Args:
-        folder: for its event files.
+        folder: folder of its event files.
 
     Raises:
         TrainingError: if the package is not installed.
@@ -123,7 +123,7 @@ class TensorBoard:
         self._folder, self._writer = folder, None
 
     def __call__(self, event: Event) -> None:
-        # Its thread would not come along to a rank that is forked.
+        # Made late: its thread would not exist in a forked rank.
         self._writer = writer = self._writer or self._make(str(self._folder))
         for name, value in scalars(event).items():
             writer.add_scalar(name, value, event.step)
@@ -157,10 +157,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Curves for MLflow, where its environment variables say; needs the package mlflow.
+    """Curves for MLflow, stored as its environment variables say; needs the package mlflow.
 
     Args:
-        experiment: its name; by default MLflow's own.
+        experiment: name of the experiment; by default MLflow's own.
         run: arguments of ``mlflow.start_run``, such as ``run_name``.
 
     Raises:

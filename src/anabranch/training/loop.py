@@ -25,7 +25,7 @@ from anabranch.training.step_loop import StepLoop
 from anabranch.workload import Workload
 
 _SETTLED, _SHOWN = 8, 6
-"""Without a flush: losses before a timeline is recorded, and mini-batches that it shows."""
+"""Without a flush: losses before a timeline is recorded, and mini-batches in it."""
 
 
 def train(
@@ -45,29 +45,29 @@ def train(
 ) -> Run:
     """Train this rank's part; call it on every rank.
 
-    Where ``runtime.guards.interrupt`` asks for it, training ends early, behind the same update on
-    every rank: what was learned is saved, but evaluated only if ``evaluate_every`` says so.
+    If ``runtime.guards.interrupt`` asks for it, training ends early, behind the same update on
+    every rank: the weights are saved, but evaluated only if ``evaluate_every`` says so.
 
     Args:
         steps: steps to do; by default as many as ``epochs`` have. With 0 the held-out data is
             evaluated, and nothing is trained.
         epochs: passes through the data in all; by default as many as ``steps`` need.
-        resume: a checkpoint to go on from, or the folder of a run, whose newest it is.
-        weights: what ``Pipeline.from_weights`` takes, to begin with.
+        resume: a checkpoint to go on from, or the folder of a run, for its newest checkpoint.
+        weights: weights to begin with, as ``Pipeline.from_weights`` takes them.
         save: a new folder for a checkpoint after the last step.
-        save_every: when there are checkpoints besides (``training.SaveEvery``); all are in ``save``
-            then, which may have earlier ones of the run that is resumed.
+        save_every: times of further checkpoints (``training.SaveEvery``); ``save`` then has all of
+            them, and may have earlier ones of the run that is resumed.
         evaluate_every: steps between evaluations of the held-out data during training; by default
-            it is evaluated at the end alone.
-        callbacks: called with every event (``training.events``), on the first rank alone.
-        looks: whether devices and links are looked at meanwhile; by default they are not.
-        options: of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``: with these
-            the state is copied every so many steps, and where there is a copy training goes on from
-            it as if nothing had happened since. Further ``on_trained``, called on the first rank
-            with the run behind its last step, before what may fail: checkpoint and evaluation.
+            it is evaluated only at the end.
+        callbacks: called with every event (``training.events``), on the first rank only.
+        looks: comparisons of devices and links with the prediction; by default there are none.
+        options: options of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``. With
+            ``copies`` the state is copied every few steps, and if there is a copy, training goes on
+            from it as if nothing had happened since. Also ``on_trained``, called on the first rank
+            with the run behind its last step, before checkpoint and evaluation, which may fail.
 
     Returns:
-        What happened, the same on every rank.
+        The run, the same on every rank.
 
     Raises:
         AnabranchError: see ``Pipeline``.
@@ -93,13 +93,13 @@ def train(
     pipe, reporter = course.pipe, course.reporter
     accumulate = int(options.get("accumulate", 1))
     loop = StepLoop(pipe, reporter, course.clock, course.batches)
-    # First single steps, whose times and timelines are those of a step alone. What is compiled
-    # cannot be looked into.
+    # First single steps, for times and timelines of a step alone. Compiled programs cannot be
+    # weighed.
     loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
     looks = looks or Looks(every=None)
     adaptation = Adaptation(loop, looks, course.start_s)
     adaptation.look()
-    # The rest follow each other without waiting.
+    # The other steps follow each other without waiting.
     while loop.in_a_row(looks.steps_until(len(reporter.losses), accumulate)):
         if not loop.alone(RECORDED_STEPS):
             break
@@ -127,17 +127,17 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     losses of the last mini-batches come at once, after the drain.
 
     Returns:
-        What happened, the same on every rank but for the times.
+        The run, the same on every rank except for its times.
     """
     course = Course(AsyncPipeline, workload, plan, **arguments)
     pipe, reporter, clock = course.pipe, course.reporter, course.clock
     begun = before = clock.now()
-    full: list[float] = []  # when losses came while the pipeline was full
+    full: list[float] = []  # times of losses while the pipeline was full
     put_in = 0
     for loss in pipe.steps(reporter.noted(course.batches)):
         now = clock.now()
         taken = 0.0
-        if pipe.step_number != put_in:  # otherwise it comes with the drain
+        if pipe.step_number != put_in:  # else the loss comes with the drain
             put_in = pipe.step_number
             full.append(now)
             taken = now - before if len(full) > 2 else 0.0
@@ -162,7 +162,7 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
 
 
 def _ideal(plan: Plan, timeline: Timeline) -> float:
-    """The schedule's step for the measured median times of each stage, with links that are free."""
+    """Return the step of the schedule for the median times of each stage and links without cost."""
     graph = plan.stage_graph
     spans: dict[tuple[int, Kind, int], list[float]] = defaultdict(list)
     for span in timeline.spans:

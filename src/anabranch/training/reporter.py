@@ -1,6 +1,6 @@
 """Losses of a run as they become known, and events in the order of their steps.
 
-A loss comes a step late, without a flush several; what was done between steps waits for it::
+A loss comes a step late, without a flush several steps; events between steps wait for it::
 
     trained on   1 2 3 4 . . evaluation at 4 . . 5 6
     told         1 2 3 . . . . . . . . . . . . . 4, evaluation at 4, 5
@@ -23,18 +23,18 @@ from anabranch.workload import Batch
 
 
 class TrainingClock:
-    """Wall seconds without those that are spent between steps."""
+    """Clock of wall seconds that stands still between steps."""
 
     def __init__(self) -> None:
         self._paused_s = 0.0
 
     def now(self) -> float:
-        """Seconds that go by only while training does."""
+        """Return the seconds of training so far, from an arbitrary start."""
         return time.perf_counter() - self._paused_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, it stands still."""
+        """Stop the clock for the time of the context."""
         started = time.perf_counter()
         try:
             yield
@@ -46,14 +46,14 @@ class Reporter:
     """Losses so far, and callbacks on the first rank.
 
     Attributes:
-        losses: one per step of this run.
-        samples: in the batch of each.
-        total: steps to do, None if that is not known.
+        losses: loss of each step of this run.
+        samples: samples in the batch of each step.
+        total: steps to do; None if not known.
         first_step: steps that were done before this run.
 
     Args:
-        copies: where losses are noted, so that whoever goes on after a failure has those of steps
-            that are not done again, and tells no step twice.
+        copies: memory in which losses are noted, so that after a failure the losses of steps that
+            are not repeated are known, and no step is told twice.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Reporter:
         self._waiting: list[Event] = []
 
     def noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, of which is noted what their events say."""
+        """Generate the same batches, and note their figures for the events."""
         for batch in batches:
             self._read.append((num_samples(batch), self._pipe.epoch, self._learning_rate()))
             yield batch
@@ -89,7 +89,7 @@ class Reporter:
         return float(optimizer.param_groups[0]["lr"])
 
     def add(self, loss: float, seconds: float) -> None:
-        """The loss of the next step, whose batch was noted."""
+        """Take the loss of the next step, whose batch was noted."""
         self.losses.append(loss)
         done, (samples, epoch, learning_rate) = len(self.losses), self._read.popleft()
         self.samples.append(samples)
@@ -116,7 +116,7 @@ class Reporter:
             self.tell(late)
 
     def noting(self) -> Callable[[float], None]:
-        """Return a function that notes the loss of the step which was made last."""
+        """Return a function that notes the loss of the last step."""
         copies, index = self._copies, len(self.losses) + len(self._read) - 1
         samples = [*self.samples, *(samples for samples, *_ in self._read)][-1:]
 
@@ -127,8 +127,8 @@ class Reporter:
         return note
 
     def tell(self, event: Event) -> None:
-        """Tell an event once the loss of its step is known, unless it, or a later step, was told
-        before.
+        """Tell an event once the loss of its step is known, unless the event or a later step has
+        been told before.
         """
         copies = self._copies if isinstance(event, EvaluationEvent | EndEvent) else None
         number = 2 * event.step + isinstance(event, EndEvent)

@@ -2,9 +2,9 @@
 
 ::
 
-    run/step-400   checkpoints, of which the newest few are kept
+    run/step-400   checkpoints; only the newest few are kept
     run/step-600
-    run/best       a link to the one whose held-out data did best, which is kept as well
+    run/best       a link to the checkpoint with the best evaluation, which is kept as well
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from anabranch.checkpoint.series import is_unused
 from anabranch.errors import TrainingError
 
 KEPT = 2
-"""Checkpoints of a run: the last one, and one before it in case that is damaged."""
+"""Checkpoints that a run keeps: the last one, and the one before it in case that is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEvery:
-    """Checkpoints during training, each in a folder ``step-N`` of the run's; the last step has one.
+    """Checkpoints during training, each in a folder ``step-N`` of the run; the last step has one.
 
     Attributes:
-        steps: between two of them; None for none by steps.
-        seconds: likewise. A checkpoint is written after the step in which it is due, or at the next
-            update (``accumulate``).
-        keep: how many there are at most, the best not counted.
+        steps: steps between two checkpoints; None for no interval in steps.
+        seconds: seconds between two checkpoints; None for no interval in seconds. A checkpoint is
+            written after the step in which it is due, or at the next update (``accumulate``).
+        keep: most checkpoints that are kept besides the best.
         best: a held-out mean by which evaluations are compared: ``loss``, of which less is better,
-            or ``NAME:max`` or ``NAME:min``. After the best so far a checkpoint is written, the link
-            ``best`` leads to it, and it is kept however many follow. Empty for none.
+            or ``NAME:max`` or ``NAME:min``. After the best evaluation so far a checkpoint is
+            written, the link ``best`` leads to it, and it is kept however many follow. Empty for
+            none.
 
     Raises:
-        ValueError: if an interval is not more than 0, or it is not known what is better.
+        ValueError: if an interval is not more than 0, or ``best`` does not say what is better.
     """
 
     steps: int | None = None
@@ -55,7 +56,7 @@ class SaveEvery:
             )
 
     def require_metric(self, metrics: Collection[str]) -> None:
-        """Accept ``best`` for a model with these metrics; TrainingError if it is none of them."""
+        """Raise TrainingError if ``best`` is none of the metrics of the model."""
         name = self.best.partition(":")[0]
         if name and name not in ("loss", *metrics):
             raise TrainingError(
@@ -64,7 +65,7 @@ class SaveEvery:
             )
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the mean that ``best`` names, signed so that more is better; minus infinity where
+        """Return the mean that ``best`` names, signed so that more is better; minus infinity if
         there is none.
         """
         name, _, direction = self.best.partition(":")
@@ -75,11 +76,11 @@ class SaveEvery:
 
 
 def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool) -> None:
-    """Accept the folder for a checkpoint, if any.
+    """Check that the folder for a checkpoint, if any, can be used.
 
     Args:
-        resumed: the checkpoint that training goes on from.
-        is_series: the folder is for several checkpoints, which may be put beside that one.
+        resumed: checkpoint from which training goes on.
+        is_series: the folder is for several checkpoints, perhaps beside the resumed one.
 
     Raises:
         TrainingError: if the folder exists.

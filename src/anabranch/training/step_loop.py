@@ -1,4 +1,4 @@
-"""Steps of a run with a flush, alone and in a row, and what is measured of them."""
+"""Steps of a run with a flush, alone and in a row, and their measurements."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from anabranch.training.reporter import Reporter, TrainingClock
 from anabranch.workload import Batch
 
 _MOST_KEPT = 10 * RECORDED_STEPS
-"""Timelines, of the latest looks, of which the median one is shown: where ranks share cores, single
-steps differ by a third. Each holds the spans of a step.
+"""Timelines of the latest looks that are kept, to show the median one: where ranks share cores,
+single steps differ by a third. Each holds the spans of a step.
 """
 
 
 class StepLoop:
-    """The steps of a run, one alone or many in a row, and what was measured of the present plan.
+    """Steps of a run, one alone or many in a row, and measurements of the present plan.
 
     Attributes:
-        seconds: of steps alone; also the first, which sets things up.
-        recorded: timelines of the last of them that were recorded together.
-        peak_bytes: of the step that was weighed.
+        seconds: seconds of each step alone, also of the first, which sets things up.
+        recorded: timelines of the last steps that were recorded together.
+        peak_bytes: peak bytes of the weighed step, per device.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepLoop:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what was measured of another plan."""
+        """Forget the measurements of another plan."""
         self._earlier, self.seconds = self.seconds, []
         self.recorded: list[Timeline] = []
         self._timelines: deque[Timeline] = deque(maxlen=_MOST_KEPT)
@@ -45,13 +45,13 @@ class StepLoop:
         self._in_a_row: list[list[float]] = []
 
     def alone(self, count: int, *, weighs: bool = False) -> bool:
-        """Make so many steps; whether there may be more."""
+        """Make ``count`` steps; return True if there may be more."""
         pipe, done = self.pipe, 0
         recorded: list[Timeline] = []
         for batch in islice(self._batches, count):
             started = self._clock.now()
             full = num_samples(batch) == pipe.plan.stage_graph.batch_size
-            # The first step sets things up; a short one would tell nothing about the others.
+            # The first step sets things up; a step of a short batch is no measure of the others.
             record = full and bool(self.seconds) and len(recorded) < RECORDED_STEPS
             weigh = weighs and full and len(recorded) == RECORDED_STEPS
             loss = pipe.step(batch, record=record, weigh=weigh)
@@ -70,7 +70,7 @@ class StepLoop:
         return done == count
 
     def in_a_row(self, count: int | None) -> bool:
-        """Make so many steps, by default all; whether there may be more."""
+        """Make ``count`` steps, by default all; return True if there may be more."""
         ends = [self._clock.now()]
         for loss in self.pipe.steps(islice(self._batches, count)):
             ends.append(self._clock.now())
@@ -80,7 +80,7 @@ class StepLoop:
 
     @property
     def step_s(self) -> tuple[float, ...]:
-        """Seconds of steps alone; of the plan before, if there were none by this one."""
+        """Seconds of each step alone; of the previous plan, if this one has none."""
         return tuple(self.seconds or self._earlier)
 
     @property

@@ -1,4 +1,4 @@
-"""Hugging Face's ``TrainingArguments``: what is taken over, and what is refused."""
+"""Hugging Face's ``TrainingArguments``: arguments that are taken over or refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NOT_DONE: Mapping[str, str] = {
     **{"label_smoothing_factor": "0.0", "train_sampling_strategy": "random"},
     **{"use_liger_kernel": "False"},
 }
-"""Arguments that are not taken over -> what they are when nobody asks for them, as text."""
+"""Arguments that are not taken over -> their default, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """Arguments that are taken over, by their names there, with the defaults of Hugging Face."""
+    """Arguments that are taken over, with the names and defaults of Hugging Face."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -59,7 +59,7 @@ class TrainerArguments:
 
     @staticmethod
     def of(args: Any) -> TrainerArguments:
-        """Read ``TrainingArguments``, or an object with those of its attributes that matter."""
+        """Read ``TrainingArguments``, or an object that has some of their attributes."""
         values = {
             f.name: getattr(args, f.name) for f in fields(TrainerArguments) if hasattr(args, f.name)
         }
@@ -67,19 +67,19 @@ class TrainerArguments:
         return TrainerArguments(**{name: getattr(v, "value", v) for name, v in values.items()})
 
     def steps(self, per_epoch: int) -> int:
-        """Batches of the whole training, by those of an epoch."""
+        """Return the batches of the whole training, given the batches of an epoch."""
         if self.max_steps > 0:
             return self.max_steps * self.gradient_accumulation_steps
         return math.ceil(self.num_train_epochs * per_epoch)
 
     def updates(self, per_epoch: int) -> int:
-        """Updates of the whole training, by batches of an epoch."""
+        """Return the updates of the whole training, given the batches of an epoch."""
         return math.ceil(self.steps(per_epoch) / self.gradient_accumulation_steps)
 
     def optimizer(
         self, decayed: frozenset[str], parameters: NamedParameters
     ) -> torch.optim.Optimizer:
-        """AdamW with weight decay for all but biases and norms."""
+        """Make AdamW with weight decay for the parameters named ``decayed``."""
         groups = [
             {
                 "params": [(n, p) for n, p in parameters if (n in decayed) is decays],
@@ -113,7 +113,7 @@ class TrainerArguments:
 
 
 def require_supported(args: Any, *, has_optimizer: bool) -> None:
-    """Raise ValueError for what is asked for and not taken over."""
+    """Raise ValueError for arguments that are set and not taken over."""
     off, taken = ("None", "[]", "", "False"), TrainerArguments.of(args)
     asked = {name: getattr(args, name, plain) for name, plain in _NOT_DONE.items()}
     texts = {name: str(getattr(value, "value", value)) for name, value in asked.items()}

@@ -18,7 +18,7 @@ from anabranch.schedule import rule_named
 
 
 def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
-    """A plan by operator count alone; raises InfeasiblePlanError for too few operators."""
+    """Return a plan with equal numbers of operators; InfeasiblePlanError for too few operators."""
     count = len(graph)
     if not 1 <= num_devices <= count:
         raise InfeasiblePlanError(
@@ -39,7 +39,7 @@ def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
 
 
 def workable(captured: Captured, plan: Plan) -> Plan:
-    """With larger micro-batches, if the model fails with some (batch normalisation of one)."""
+    """Enlarge micro-batches until the model works with them (batch normalisation needs two)."""
     graph, failure = plan.stage_graph, None
     size = min(stage.microbatch_size for stage in graph.stages)
     while size < 2 * graph.batch_size:
@@ -54,10 +54,10 @@ def workable(captured: Captured, plan: Plan) -> Plan:
 
 
 def in_several(captured: Captured, plan: Plan) -> Plan:
-    """With two micro-batches where all stages had one, if the model takes half a batch.
+    """Cut the batch into two micro-batches if all stages have one and the model takes half of it.
 
-    Not where a loss of the whole batch reads state that the forward changes: that moves with every
-    micro-batch, so the module, which is called once, would have another loss.
+    A plan is unchanged if a loss of the whole batch reads state that the forward changes: the state
+    changes with every micro-batch, so the module, which is called once, would have another loss.
     """
     graph = plan.stage_graph
     whole = set(whole_batch_stages(graph, captured.graph))
@@ -75,10 +75,10 @@ def in_several(captured: Captured, plan: Plan) -> Plan:
 
 
 def in_equal_slices(captured: Captured, plan: Plan) -> Plan:
-    """With micro-batches of which all replicas of a stage get as many samples, and the batch cut
-    to a multiple of them: with batch normalisation one process then computes on the same samples.
+    """Cut micro-batches so that all replicas of a stage have as many samples, and the batch to a
+    multiple of them: with batch normalisation one process can then compute on the same samples.
 
-    Unchanged where that is so, without batch normalisation, and if the model fails with so few.
+    Plans with equal slices, or without batch normalisation, or for which the model fails, stay.
     """
     graph = plan.stage_graph
     parted = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
@@ -110,8 +110,8 @@ def with_sizes(captured: Captured, plan: Plan, sizes: Mapping[int, int]) -> Plan
 
 
 def one_after_the_other(captured: Captured, plan: Plan) -> Plan:
-    """The same stages on one device; where batch normalisation has the samples of a replica, with
-    micro-batches of so many, if replicas have equal parts of them.
+    """Put all stages on one device. With batch normalisation, micro-batches become the slices of
+    replicas, if these are equal.
     """
     graph = plan.stage_graph
     stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
@@ -124,8 +124,8 @@ def one_after_the_other(captured: Captured, plan: Plan) -> Plan:
 
 
 def on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
-    """The same batch through one stage of all operators, in micro-batches of a size, or at once
-    where an operator computes across samples.
+    """Put all operators into one stage, with micro-batches of a size, or of the whole batch if an
+    operator computes across samples.
     """
     names = tuple(op.name for op in captured.graph.ops)
     graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)

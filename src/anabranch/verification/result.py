@@ -26,22 +26,22 @@ class VerifyResult:
     """Result of a comparison.
 
     Attributes:
-        loss, reference_loss: of the pipeline and of one process.
+        loss, reference_loss: loss of the pipeline and of one process.
         max_gradient_error: largest over the parameters of max|a - b| / max|b|. |b| counts as at
             least a hundredth of the largest gradient: some gradients are zero but for rounding,
             such as that of an attention's key bias, or of a bias before batch normalisation.
-        worst: the parameter that it belongs to.
+        worst: parameter with this error.
         bitwise: loss and all gradients are equal in every bit.
-        exact: the pipeline ran in the mode in which they have to be.
-        num_parameters: parameters that were compared.
+        exact: the pipeline ran in the mode in which they have to be bitwise equal.
+        num_parameters: number of parameters that were compared.
         num_devices: ranks of the pipeline.
-        is_random: the model draws random numbers, others in the pipeline than in one process.
-        loss_kind: of which kind the captured loss is, see ``graph.sample_flow``.
+        is_random: the model draws random numbers, and the pipeline draws other ones.
+        loss_kind: kind of the captured loss, see ``graph.sample_flow``.
         whole_batch_error: as ``max_gradient_error``, against the module on the whole batch at once;
             None where that has to differ, by batch normalisation or random numbers.
-        against: what the one process ran.
-        notes: what else was found, one sentence each.
-        tolerance: largest difference that is rounding in the types that gradients go through.
+        against: words for the program of the one process.
+        notes: further results, one sentence each.
+        tolerance: largest difference that is rounding in the types of the gradients.
         stateful: buffers and frozen parameters that the forward changes.
         foreign: operators of other libraries than torch that the model calls.
     """
@@ -111,7 +111,7 @@ class VerifyResult:
         )
 
     def summary(self) -> str:
-        """The comparison in one line, then what else was found, a line each."""
+        """Return the comparison in one line, then further results, a line each."""
         how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
         if not self.max_gradient_error and not self.bitwise:
             how = "gradients are equal, the loss alone differs"
@@ -153,7 +153,7 @@ def merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sliced_like(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return gradients in the slices of the pipeline's, and dense."""
+    """Return gradients cut into the slices of the pipeline, and dense."""
     cut = in_slices(result.gradients, names, view_named)
     return {name: dense(gradient) for name, gradient in cut.items()}
 
@@ -161,8 +161,8 @@ def sliced_like(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
 def largest_error(
     gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]
 ) -> tuple[float, str]:
-    """Return the largest difference relative to the others, and its parameter; a gradient counts as
-    a hundredth of the largest one at least: one that is zero on paper is rounding.
+    """Return the largest difference relative to the other gradients, and its parameter. A gradient
+    counts as at least a hundredth of the largest, as one that is zero on paper is only rounding.
     """
     largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in others.items()}
     floor = 1e-2 * max(largest.values(), default=0.0)
@@ -170,8 +170,8 @@ def largest_error(
 
 
 def tolerance_of(captured: Captured) -> float:
-    """The largest difference that is rounding in the coarsest type that gradients go through, four
-    steps of which may add up over the micro-batches.
+    """Return the largest difference that counts as rounding: four steps of the coarsest type of a
+    gradient, which may add up over the micro-batches.
     """
     types = gradient_types(captured.programs.example)
     return max([ROUNDING, *(4 * torch.finfo(t).eps for t in types)])

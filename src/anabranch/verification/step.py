@@ -7,10 +7,10 @@ module, not the captured one, over the same slices in the same order::
     one process      module(slice 0), module(slice 1) ..  --> loss, gradient of every parameter
     one process      module(batch)                        --> loss, gradient of every parameter
 
-In exact mode the first two are bitwise equal where stages have one micro-batch size and no
-replicas, otherwise they differ by rounding. The third says whether micro-batches change what is
-trained: only batch normalisation may. The module is called twice, because it may say
-something else then; a program says the same each time.
+In exact mode the first two are bitwise equal if stages have one micro-batch size and no replicas,
+otherwise they differ by rounding. The third shows whether micro-batches change what is trained:
+only batch normalisation may. The module is called twice, because its second result may differ; a
+captured program always has the same result.
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ def verify(
 ) -> VerifyResult:
     """Compare one step of a pipeline on local ranks with one process.
 
-    Dropout is switched off on both sides, unless ``dropout`` says otherwise. Stages whose batch is
-    one micro-batch get two, so that what becomes of several is seen. With batch normalisation and
-    replicas, sizes are such that replicas of a stage have as many samples each.
+    Dropout is switched off on both sides, unless ``dropout`` says otherwise. If every stage has one
+    micro-batch, the batch is cut into two, to test several. With batch normalisation and replicas,
+    sizes are chosen so that replicas of a stage have as many samples each.
 
     Args:
-        workload: its data and optimizer are not used.
-        plan: what to run, or a number of devices for a plan that cuts the model evenly.
+        workload: the model; its optimizer is not used.
+        plan: plan to run, or a number of devices for a plan that cuts the model evenly.
         batch: samples to run on; by default as many as the plan's batch, from the workload's data
-            or else its example; with buckets every example, of which the worst is returned.
-        captured: the captured module, where the caller has it.
-        exact: run in exact mode where stages have no replicas and one micro-batch size.
+            or else its example; with buckets every example, and the worst result is returned.
+        captured: the captured module, if the caller has it.
+        exact: run in exact mode if stages have no replicas and one micro-batch size.
         timeout: seconds for each of the two runs.
-        device: where both run; see ``Pipeline``.
+        device: device of both sides; see ``Pipeline``.
         dropout: see ``ComputeOptions``; ``sample`` compares a model that draws random numbers with
-            the captured model on one device, which draws the same ones. So does ``off`` where it
-            draws others besides dropout, as diffusion models and autoencoders draw noise.
+            the captured model on one device, which draws the same ones. So does ``off`` if the
+            model draws other numbers than dropout, as diffusion models and autoencoders draw noise.
 
     Raises:
         CaptureError, InvalidPlanError: if a side cannot run.
-        TrainingError: likewise; or if the module says something else at its second call, or makes
-            neither loss nor gradient.
+        TrainingError: if a side cannot run; or if the second call of the module has another result,
+            or there is neither loss nor gradient.
     """
     if isinstance(plan, int):
         captured = captured or capture_workload(workload)
@@ -150,7 +150,7 @@ def verify(
         alone = even.on_one_device(captured, plan, slices[0][1])
 
     def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
-        """Loss, and the gradients of the parameters that this rank holds."""
+        """Return the loss, and the gradients of the parameters that this rank holds."""
         torch.manual_seed(seed)
         pipeline = Pipeline(
             workload,
@@ -166,7 +166,7 @@ def verify(
         return loss, _on_cpu(gradients)
 
     def repeated() -> tuple[str, ...]:
-        """Notes on a second call of the module, without dropout and with the same numbers."""
+        """Return notes on a second call of the module, without dropout and with equal numbers."""
         with NoDropout(), unchanged_state(captured), same_numbers(module):
             first = reference(module, batch, [(0, size)]).loss
         with NoDropout():
@@ -233,7 +233,7 @@ def _against(
     by_sample: bool,
     has_one_slicing: bool,
 ) -> str:
-    """Choose what one process runs to have the same numbers."""
+    """Choose the program for one process that computes the same numbers."""
     if by_sample:
         return CAPTURED
     if captured.graph.normalised and not has_one_slicing:
@@ -252,12 +252,12 @@ def _fetched(result: Reference) -> Reference:
 
 
 def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients that can cross processes."""
+    """Return gradients on the CPU, which can be sent to another process."""
     return {name: gradient.cpu() for name, gradient in gradients.items()}
 
 
 def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int]]:
-    """The intervals of samples that the replicas of a stage compute at once, ascending."""
+    """Return the intervals of samples of the slices of a stage, ascending."""
     slices = [
         graph.slice(stage, microbatch, replica)
         for microbatch in range(graph.num_microbatches(stage))

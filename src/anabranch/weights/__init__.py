@@ -36,14 +36,14 @@ from anabranch.weights.version_tracker import versions_held as versions_held
 
 
 def policy_named(name: str, options: Mapping[str, object] | None = None) -> WeightPolicy:
-    """The policy of that name.
+    """Return the policy of a name.
 
     Args:
         options: values for its fields, all of them numbers.
 
     Raises:
-        PolicyError: if there is none of that name.
-        ValueError: if it has no such option, or that is no number.
+        PolicyError: if there is no policy of that name.
+        ValueError: for an option that the policy does not have, or a value that is no number.
     """
     if name not in POLICIES:
         raise PolicyError(f"unknown policy {name!r}; there are {', '.join(POLICIES)} and auto")

@@ -8,8 +8,8 @@ forward of unit n before the units ahead of it have been learned::
     stage 1            F0 F1 B0 F2 B1 F3 B2      F3 sees version 2:                        lag 1
     stage 2               F0 B0 F1 B1 F2 B2      F3 sees version 3:                        lag 0
 
-A policy says what a forward and a backward read instead of whatever is there. It is a pure function
-of the unit; whoever trains, simulates or counts memory asks the same object.
+A policy says which weights a forward and a backward read, in place of the current ones. It is a
+pure function of the unit; runtime, simulator and memory counts ask the same object.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Unit:
     """A mini-batch at one stage.
 
     Attributes:
-        number: n, how many mini-batches were before it.
+        number: n, the number of mini-batches before it.
         filled: K, the first mini-batch since the pipeline was last empty; all stages were at
             version K then.
         in_flight: w, units that the stage may have between forward and backward, this one included;
             on a stage graph with one unit more per stage edge, the longest distance to the sink
             plus 1.
-        deepest: W, those of the stage that has most of them, a source; with one unit more per stage
-            edge, the depth of the pipeline.
+        deepest: W, the largest ``in_flight`` of all stages, that of a source; with one unit more
+            per stage edge, the depth of the pipeline.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Unit:
 
     @property
     def seen(self) -> int:
-        """v, the version that is there at the forward."""
+        """v, the current version at the forward."""
         return self.number - self.lag
 
 
@@ -55,8 +55,8 @@ class Reading:
     """Weights that a pass reads.
 
     Attributes:
-        version: those after so many updates.
-        ahead: updates by which these are extrapolated, 0 for none.
+        version: number of updates after which the stage had these weights.
+        ahead: updates by which the weights are extrapolated, 0 for none.
     """
 
     version: int
@@ -72,8 +72,8 @@ class WeightPolicy:
         name: key in ``weights.POLICIES``.
         microbatches: whether an update takes the gradients of several micro-batches, which all
             stages then run through without a flush.
-        corrections: names of what stages do about stale gradients in their updates, the outermost
-            first (``runtime.asynchronous.corrections``), with copies of the weights that each has.
+        corrections: corrections of stale gradients in the updates of a stage, the outermost first:
+            name (``runtime.asynchronous.corrections``) -> copies of the weights that it keeps.
     """
 
     __slots__ = ()

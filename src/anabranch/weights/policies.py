@@ -1,7 +1,7 @@
-"""The weight policies, one small frozen class each; ``WeightPolicy`` says what the methods are.
+"""The weight policies, one small frozen class each; ``WeightPolicy`` describes the methods.
 
 For unit n at a stage with lag d, K the unit of the last fill, W the units in flight at the deepest
-source, v = n - d the version that is there at the forward; ``+ s`` extrapolates by s updates::
+source, v = n - d the current version at the forward; ``+ s`` extrapolates by s updates::
 
                     forward                 backward               from
     naive           v                       n
@@ -13,12 +13,11 @@ source, v = n - d the version that is there at the forward; ``+ s`` extrapolates
     predict-stash   v  + d                  the same               ours
 
 PipeOptim's paper has a fixed ``s = D - rank - 1``. After every drain in mid-run that would
-overshoot, because the first units after a fill are less stale; so the lag that really occurs
-counts. W is the depth D of the papers where the warm-up is the least. A unit is W - w updates
-longer under way at the deepest source than at a stage with w in flight, one half of them before
-that stage's forward and the other after its backward: SpecTrain's ``h = (W - w) // 2``, the paper's
-``floor(k / 2)`` at stage k of a chain, makes all stages aim at versions of about the moment when
-the unit has come back to the source.
+overshoot, because the first units after a fill are less stale; so the actual lag counts. With the
+minimal warm-up W is the depth D of the papers. A unit is in flight W - w updates longer at the
+deepest source than at a stage with w in flight, half of them before that stage's forward and half
+after its backward. So with SpecTrain's ``h = (W - w) // 2``, the paper's ``floor(k / 2)`` at stage
+k of a chain, all stages aim at versions of about the moment when the unit is back at the source.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from anabranch.weights.base import Reading, Unit, WeightPolicy
 
 @dataclass(frozen=True, slots=True)
 class Naive(WeightPolicy):
-    """Current weights in forward and backward; gradients of neither version."""
+    """Current weights in forward and backward: a gradient belongs to neither version."""
 
     name: ClassVar[str] = "naive"
 
@@ -46,7 +45,7 @@ class Naive(WeightPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Stash(WeightPolicy):
-    """The backward reads what its forward read (PipeDream, weight stashing)."""
+    """The backward reads the weights of its forward (PipeDream, weight stashing)."""
 
     name: ClassVar[str] = "stash"
 
@@ -77,7 +76,7 @@ class TwoBuffers(WeightPolicy):
 
 @dataclass(frozen=True, slots=True)
 class SpecTrain(WeightPolicy):
-    """Forward and backward predict the same later version, each from what is there."""
+    """Forward and backward predict the same later version, each from its current weights."""
 
     name: ClassVar[str] = "spectrain"
 
@@ -94,7 +93,7 @@ def _halfway(unit: Unit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PipeOptim(WeightPolicy):
-    """The forward predicts the version of its own backward, which reads what is there."""
+    """The forward predicts the version of its own backward, which reads the current weights."""
 
     name: ClassVar[str] = "pipeoptim"
 
@@ -115,7 +114,8 @@ class PredictStash(WeightPolicy):
         clip: largest gradient norm of a stage, as a multiple of its own running mean; 0 for none.
 
     Raises:
-        ValueError: if one is negative, or ``clip`` is at most 1, which would shrink every gradient.
+        ValueError: if an option is negative, or ``clip`` is over 0 and at most 1, which would
+            shrink every gradient.
     """
 
     ramp: int = 0
@@ -136,7 +136,7 @@ class PredictStash(WeightPolicy):
         return Reading(unit.seen, unit.lag)
 
     def rate(self, lag: int, updates: int) -> float:
-        """Factor on the learning rate after so many updates of a stage with that lag."""
+        """Return the factor on the learning rate of a stage with a lag, after some updates."""
         if updates >= self.ramp or lag <= 1:
             return 1.0
         return math.pow(lag, updates / self.ramp - 1)
@@ -146,8 +146,8 @@ class PredictStash(WeightPolicy):
 class AsyncPP(Stash):
     """Stashing under NAdam with a momentum of .99 (AsyncPP, arXiv 2505.01099).
 
-    The paper's look-ahead along a long momentum is what NAdam's step does, so the optimizer is all
-    of the method: ``requirements`` refuses others, and warns of a shorter momentum.
+    NAdam's step is the paper's look-ahead along a long momentum, so the method is nothing but the
+    optimizer: ``requirements`` refuses other ones, and warns of a shorter momentum.
     """
 
     name: ClassVar[str] = "asyncpp"
@@ -158,10 +158,10 @@ class Rotation(Stash):
     """Stashing, and steps of Adam in an eigenbasis (basis rotation, arXiv 2602.03515).
 
     The abstract fixes that the optimizer's coordinates are rotated to the eigenbasis of the
-    Hessian, in which scaling by coordinate keeps old directions useful. Assumed: the Hessian of a
-    matrix is taken for the second moments of its gradients on its shorter side; a new basis comes
-    by one step of the power method and QR; first moments turn along, second ones stay; parameters
-    that are no matrices are not rotated.
+    Hessian, in which scaling by coordinate keeps old directions useful. Assumed: second moments of
+    the gradients on a matrix's shorter side stand for its Hessian; one step of the power method and
+    QR make a new basis; first moments are rotated with it, second moments stay; parameters that are
+    no matrices are not rotated.
 
     Attributes:
         every: updates from one basis to the next.
@@ -185,13 +185,13 @@ class Rotation(Stash):
 class TwoBuffersFeedback(TwoBuffers):
     """PipeDream-2BW with error feedback (arXiv 2606.30634, whose optimizer is Muon).
 
-    The abstract fixes a correction for any optimizer, after the model of error feedback. Assumed:
-    the error of an update is what the newer gradient has changed about it. Update t - 1 should have
-    been ``u_t``, which has come one step late, and was ``u_(t-1)``; so update t makes up for the
+    The abstract fixes a correction for any optimizer, modelled on error feedback. Assumed: the
+    error of an update is its difference to the update by the newer gradient. Update t - 1 should
+    have been ``u_t``, which comes one step late, but was ``u_(t-1)``; so update t makes up for the
     difference, ``W -= u_t + share * (u_t - u_(t-1))``, also when the pipeline has been drained.
 
     Attributes:
-        share: of the difference.
+        share: share of the difference that is made up for.
     """
 
     share: float = 1.0

@@ -1,7 +1,7 @@
 """Requirements of a policy on plan, model and optimizer, and the policy that suits them.
 
-Whoever has an optimizer asks ``runtime.optimizer_facts.facts_of`` for its facts; whoever plans from
-a profile names one of ``OPTIMIZERS``, or plans without knowing.
+``runtime.optimizer_facts.facts_of`` has the facts of a PyTorch optimizer. A plan from a profile
+names one of ``OPTIMIZERS``, or is made without these facts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ which is then kept as one more copy of the weights."""
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """Facts of an optimizer that a policy has to know.
+    """Facts of an optimizer on which policies depend.
 
     Attributes:
-        momentum: whether it remembers a direction, so that a prediction has something to go by.
-        rule: where a prediction comes from.
-        decay: weight of the past in that direction, where it is known.
+        momentum: whether it remembers a direction, from which weights can be predicted.
+        rule: source of a prediction.
+        decay: weight of the past in that direction; None if not known.
     """
 
     name: str
@@ -39,7 +39,7 @@ class OptimizerFacts:
 
     @property
     def keeps_last_update(self) -> bool:
-        """True if a policy that predicts keeps the last update, for want of a rule."""
+        """True if a policy that predicts has to keep the last update, for want of another rule."""
         return self.rule == "last update"
 
 
@@ -56,7 +56,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
 
 
 def facts_named(optimizer: OptimizerFacts | str | None) -> OptimizerFacts | None:
-    """Facts, of which a name on the command line will do."""
+    """Return the facts of an optimizer, which may be given by its name on the command line."""
     if optimizer is None or isinstance(optimizer, OptimizerFacts):
         return optimizer
     if optimizer not in OPTIMIZERS:
@@ -120,9 +120,10 @@ def require_fits(
 
 
 def may_take_turns(graph: StageGraph, policy: WeightPolicy) -> bool:
-    """Return whether there are replicas, and a policy allows that they take mini-batches in turn.
+    """Return True if there are replicas, and the policy allows that they take mini-batches in turn.
 
-    Vertical-sync takes one version at all stages, and 2bw the micro-batches of a mini-batch.
+    Vertical-sync does not, as it needs one version at all stages, nor 2bw, which needs all
+    micro-batches of a mini-batch.
     """
     replicated = any(stage.replicas > 1 for stage in graph.stages)
     return replicated and not policy.microbatches and not isinstance(policy, VerticalSync)
@@ -191,14 +192,15 @@ def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
 def recommend(
     depth: int, facts: OptimizerFacts, *, batch_size: int = 1, versions: int | None = None
 ) -> tuple[str, str]:
-    """The policy for ``auto``, and why.
+    """Choose the policy for ``auto``.
 
     Args:
         depth: stages on the longest path.
+        batch_size: samples of a mini-batch; 1 where it must not be cut.
         versions: copies of its weights for which the tightest stage has memory; None for enough.
 
     Returns:
-        Key of ``POLICIES``, and one sentence.
+        Key of ``POLICIES``, and the reason in one sentence.
     """
     optimizer, last_update = facts.name, facts.keeps_last_update
     more = int(last_update)

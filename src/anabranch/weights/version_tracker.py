@@ -1,9 +1,9 @@
-"""Versions of a stage's weights that are alive, counted for all who hold or price them.
+"""Versions of a stage's weights that are alive, counted alike for the runtime and for prices.
 
-There are two kinds of policy. Where a backward reads what its forward read, weights must be *kept*
-until the unit is learned: versions, or predictions. Where a backward reads what is current, nothing
-is kept and weights change in place; a prediction then borrows the place of the current weights,
-which wait in a copy until the pass is over::
+There are two kinds of policy. If a backward reads the weights of its forward, these must be *kept*
+until the unit is learned: versions, or predictions. If a backward reads the current weights,
+nothing is kept and weights change in place; a prediction then takes the place of the current
+weights, which wait in a copy until the pass is over::
 
     kept (stash, in flight 3)      F3 reads 1 |-------------------> B3
                                    versions alive  1  1 2  1 2 3
@@ -25,12 +25,12 @@ _STALE = Unit(number=8, filled=0, in_flight=3, deepest=4)
 
 
 def keeps(policy: WeightPolicy, unit: Unit = _STALE) -> bool:
-    """Return whether the backward of a unit reads the weights of its forward, not current ones."""
+    """Return True if the backward of a unit reads the weights of its forward, not current ones."""
     return policy.forward(unit) == policy.backward(unit)
 
 
 def predicts(policy: WeightPolicy, unit: Unit = _STALE) -> bool:
-    """Return whether any pass of a unit reads a prediction."""
+    """Return True if any pass of a unit reads a prediction."""
     return bool(policy.forward(unit).ahead or policy.backward(unit).ahead)
 
 
@@ -38,10 +38,11 @@ class VersionTracker:
     """Versions and predictions of one stage's weights, without the weights; see ``Unit``.
 
     Attributes:
-        version: updates so far.
-        filled: the unit at which the pipeline was last empty.
+        version: number of updates so far.
+        filled: unit at which the pipeline was last empty.
         begun: one past the last unit with a forward.
-        keeps: whether backwards read what their forwards read.
+        keeps: whether backwards read the weights of their forwards.
+        versions: versions that are alive.
         predictions: units whose prediction is kept.
     """
 
@@ -56,21 +57,21 @@ class VersionTracker:
         self.keeps, self.predicts = keeps(policy, steady), predicts(policy, steady)
 
     def unit(self, number: int) -> Unit:
-        """A unit since the last fill."""
+        """Return a unit since the last fill."""
         return Unit(number, self.filled, *self._stage)
 
     def fill(self, number: int) -> None:
-        """The pipeline is empty, all versions but the current one are let go."""
+        """Begin to fill the empty pipeline; all versions but the current one are released."""
         assert self.begun == self.version, "a pipeline is filled when it has been drained"
         self.filled = self.version = self.begun = number
         self.versions = {number}
 
     def forward(self, number: int) -> Reading:
-        """A forward begins, at the place in the order that the policy takes it to have."""
+        """Begin a forward, at the place in the order that the policy assumes."""
         unit = self.unit(number)
         reading = self._policy.forward(unit)
         assert self.version <= number <= self.begun, self._place(number)
-        # Of several micro-batches only the first sees this, and under policies that do not care.
+        # Of several micro-batches only the first sees this version, and no policy asks for it then.
         first = number == self.begun and not self._policy.microbatches
         assert not first or unit.seen == self.version, self._place(number)
         self.begun = max(self.begun, number + 1)
@@ -79,12 +80,12 @@ class VersionTracker:
         return reading
 
     def backward(self, number: int) -> Reading:
-        """A backward begins, of the unit that is learned next."""
+        """Begin a backward of the unit that is learned next."""
         assert number == self.version < self.begun, self._place(number)
         return self._policy.backward(self.unit(number))
 
     def finish(self) -> bool:
-        """The oldest unit is learned; whether the version before the new one has to stay."""
+        """End the oldest unit with an update; return True if the version before it has to stay."""
         old = self.version
         self.predictions.discard(old)
         self.version = old + 1
@@ -98,7 +99,7 @@ class VersionTracker:
         units = [self._policy.forward(self.unit(n)) for n in range(self.version, self.begun + 1)]
         needed = {reading.version for reading in units if not reading.ahead}
         if not units[-1].ahead:
-            # Units that are yet to come read this one or later ones.
+            # Later units read the version of the last unit or later versions.
             needed.update(range(units[-1].version, self.version))
         return needed
 
@@ -116,13 +117,13 @@ def versions_held(
     microbatches: int = 1,
     last_update: bool = False,
 ) -> int:
-    """Copies of a stage's weights that are alive at once at most, the current one included.
+    """Return the most copies of a stage's weights that are alive at once, the current one included.
 
-    Found by walking the stage's ``1f1b`` order until it repeats itself, not by a formula.
+    They are counted along the stage's ``1f1b`` order until it repeats itself, not by a formula.
 
     Args:
-        in_flight: micro-batches.
-        deepest: units, see ``Unit``.
+        in_flight: micro-batches in flight.
+        deepest: units in flight at the deepest source, see ``Unit``.
         microbatches: M, micro-batches per mini-batch.
         last_update: whether predictions come from the last update, which then has to be kept; for
             optimizers without a rule of their own.
@@ -132,7 +133,7 @@ def versions_held(
     kept_update = int(last_update and tracker.predicts)
     kept_update += sum(policy.corrections.values())
     peak = 1 + kept_update
-    # The fill, one round of the steady state for every version there may be, and the drain.
+    # The fill, one round of the steady state for every possible version, and the drain.
     count = microbatches * (units + 2 * deepest + 2)
     for action in stage_actions(0, in_flight, microbatches, count):
         copy = False

@@ -1,8 +1,8 @@
-"""Changes of a stage's updates that make up for stale gradients, of gradients before a step or of
-the update after it; a policy names its corrections.
+"""Corrections of a stage's updates that make up for stale gradients; a policy names its own.
 
-Arguments are the policy, whose fields are the options, the ``Step``, and tensors that are kept from
-step to step, by the index of a parameter (one for the whole stage is there for every parameter).
+A correction changes gradients before a step of the optimizer, or the update after it. Arguments are
+the policy, whose fields are the options, the ``Step``, and tensors that are kept from step to step,
+by the index of a parameter (a tensor of the whole stage is under every index).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""
 
 _DIRECTIONS = "exp_avg", "momentum_buffer"
-"""Entries of an optimizer's state that are sums of gradients, and turn as these do."""
+"""Entries of an optimizer's state that are sums of gradients, and so are rotated like these."""
 
 Kept = dict[int, Tensor]
 Correction = Callable[..., AbstractContextManager[None]]
@@ -32,10 +32,10 @@ class Step:
     """A step of a stage's optimizer that is about to be made.
 
     Attributes:
-        parameters: the trainable ones, each with its gradient or without.
-        updates: made before.
+        parameters: trainable parameters, each with its gradient or without.
+        updates: number of updates made before.
         lag: updates of the stage between forward and backward.
-        dims: of a matrix; a benchmark that trains several models at once has one more.
+        dims: dimensions of a matrix; one more in a benchmark that trains several models at once.
     """
 
     parameters: tuple[Any, ...]
@@ -52,7 +52,7 @@ def rate_of(policy: Any, lag: int, updates: int) -> float:
 
 @contextmanager
 def ramp(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
-    """Lower the learning rates of all groups at first."""
+    """Lower the learning rates of all groups in the first updates."""
     groups, factor = step.optimizer.param_groups, rate_of(policy, step.lag, step.updates)
     rates = [group["lr"] for group in groups]
     for group in groups if factor != 1 else []:
@@ -66,16 +66,16 @@ def ramp(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
 
 @contextmanager
 def norm_clip(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
-    """Scale gradients to at most so many times their usual norm, without asking for a number.
+    """Scale gradients to at most ``clip`` times their usual norm, without reading a number back.
 
-    The running norm is over the clipped ones, so one outlier does not raise it.
+    The usual norm is a running mean of clipped norms, so one outlier does not raise it.
     """
     grads = [p.grad for p in step.parameters if p.grad is not None]
     if policy.clip and grads:
         norms = torch._foreach_norm([entries(gradient) for gradient in grads])
         norm = torch.linalg.vector_norm(torch.stack(norms))
         usual = next(iter(kept[0].values()), torch.zeros_like(norm))
-        # Zero is no usual norm: a last layer that starts at zero lets no gradient through at first.
+        # A norm of zero does not count: a last layer that starts at zero passes no gradient then.
         before = torch.where(usual > 0, usual, norm)
         limit = policy.clip * before
         torch._foreach_mul_(grads, torch.where(norm > limit, limit / norm, torch.ones_like(norm)))
@@ -100,15 +100,15 @@ def error_feedback(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
 
 @contextmanager
 def basis_rotation(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
-    """Turn weights and gradients of matrices into an eigenbasis, and their updates back.
+    """Rotate weights and gradients of matrices into an eigenbasis, and their updates back.
 
-    ``A`` is the running mean of ``G G'``, or of ``G' G`` where a matrix has more rows than columns,
-    and ``Q`` its eigenvectors, brought up to date by one step of the power method::
+    ``A`` is the running mean of ``G G'``, or of ``G' G`` if a matrix has more rows than columns,
+    and ``Q`` its eigenvectors, which one step of the power method updates::
 
         W -= Q step(Q' G)
 
-    First moments are turned along and back, so that a checkpoint has them as any run does; second
-    ones can only be those of the basis.
+    First moments are rotated with them and back, so that a checkpoint has them as in any run;
+    second moments exist only in the basis.
     """
     turned: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for i, parameter in enumerate(step.parameters):
@@ -172,4 +172,4 @@ CORRECTIONS: Mapping[str, tuple[Correction, tuple[str, ...]]] = {
     "error-feedback": (error_feedback, ("asynchronous-update",)),
     "basis-rotation": (basis_rotation, ("asynchronous-moments", "asynchronous-basis")),
 }
-"""Name -> correction, and what it keeps is called in a checkpoint."""
+"""Name -> (correction, names of its kept tensors in a checkpoint)."""

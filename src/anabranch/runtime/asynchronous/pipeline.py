@@ -1,4 +1,4 @@
-"""The pipeline without a flush: one rank's part of a run, as the user's loop holds it.
+"""The pipeline without a flush: one rank's part of a run, for the user's loop.
 
 ::
 
@@ -7,8 +7,8 @@
             loss of              2         3           4  5  6          totals
 
 Each stage learns from a mini-batch when its gradients have come back. Its loss and metrics are
-known on every rank when all stages have learned from it; a rank asks once it has put in as many
-more as the deepest stage holds, so nobody waits.
+known on every rank when all stages have learned from it. A rank asks for them when it has put in as
+many more mini-batches as the deepest stage holds, so that it does not wait.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Divergence:
     """Watch for a loss that climbs, as stale weights make a learning rate too large sooner."""
 
     factor, window = 10.0, 8
-    """Times the smallest mean so far that is called divergence, and losses of one mean."""
+    """Multiple of the smallest mean so far that is called divergence, and losses of one mean."""
 
     def __init__(self) -> None:
         self._recent = deque[float](maxlen=self.window)
@@ -64,7 +64,7 @@ class Divergence:
         self._has_told = False
 
     def note(self, loss: float) -> str:
-        """Take a loss; once in a run, what is wrong as text, otherwise nothing."""
+        """Take a loss; return a description of divergence once in a run, otherwise empty."""
         self._recent.append(loss)
         mean = sum(self._recent) / len(self._recent)
         self._least = min(self._least, mean)
@@ -82,24 +82,24 @@ class AsyncPipeline(BasePipeline):
     """Trains a workload by a plan without a flush, one rank per device.
 
     Under ``launch.run`` and under torchrun each rank makes one, as with ``Pipeline``. A mini-batch
-    is the unit of learning; there is no sum over several of them (``accumulate``), which a larger
-    mini-batch gives as well.
+    is the unit of learning; gradients are not accumulated over several of them (``accumulate``), as
+    a larger mini-batch does the same.
 
     Attributes:
-        policy: which weights passes read.
-        reason: why this policy, where it was chosen for the user.
+        policy: the weight policy: which weights passes read.
+        reason: reason for this policy, if it was chosen for the user.
         is_round_robin: a stage has replicas that take mini-batches in turn.
-        version_difference: per stage, updates between the forward and the backward of a mini-batch
-            at most, until the last drain; with ``round_robin`` updates are those of rounds.
-        peak_versions: per rank, most copies of its stage's weights alive at once, likewise.
-        weight_bytes: per rank, bytes of these copies.
-        timeline: of the mini-batches that were recorded last, the same on every rank.
+        version_difference: per stage, most updates between the forward and the backward of a
+            mini-batch, up to the last drain; with ``round_robin`` updates of rounds.
+        peak_versions: per rank, most copies of its stage's weights alive at once, up to the last
+            drain; ``weight_bytes`` are their bytes.
+        timeline: timeline of the last recorded mini-batches, the same on every rank.
 
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
-        plan: of mode ``async``, or any 1F1B plan with one stage per device whose micro-batch is the
-            mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw`` and
-            ``2bw-ef``.
+        plan: a plan of mode ``async``, or any 1F1B plan with one stage per device whose micro-batch
+            is the mini-batch; with several micro-batches per mini-batch, all of one size, for
+            ``2bw`` and ``2bw-ef``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
         captured: see ``Pipeline``; so are ``check_gradients``, ``check_batches``, ``timeout`` and
@@ -107,15 +107,15 @@ class AsyncPipeline(BasePipeline):
         round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
             for R mini-batches, with the mean of their gradients. Not with ``vertical-sync`` and
-            ``2bw``. A drain ends a round early, and running means (BatchNorm) are those of the
-            first replica's mini-batches. By default as the plan says.
+            ``2bw``. A drain ends a round early, and running means (BatchNorm) are of the first
+            replica's mini-batches. By default as the plan says.
         compute: see ``ComputeOptions``; not ``fp16``. Under ``bf16`` products in a backward read
             the half-precision copies that their forward made, under any policy. A stage with
-            recomputation runs its forward again under the weights of the backward, which with
-            ``naive``, ``pipeoptim`` and ``spectrain`` are other ones than at first.
+            recomputation runs its forward again on the weights of the backward, which differ from
+            those of the forward under ``naive``, ``pipeoptim`` and ``spectrain``.
         clip_stage_norm: largest norm of a stage's own gradients, in place of ``clip_norm`` of the
             workload, which is over all stages.
-        check_memory: see ``Pipeline``; only for plans of mode ``async``, whose prediction knows of
+        check_memory: see ``Pipeline``; only for plans of mode ``async``, whose prediction includes
             versions, and with ``round_robin``, for which the need is computed.
 
     Raises:
@@ -206,23 +206,23 @@ class AsyncPipeline(BasePipeline):
         """Train on mini-batches that follow each other without a flush.
 
         Args:
-            batches: the same on every rank, none larger than the plan's; one must not be changed
-                once it has been given.
+            batches: the same on every rank, none larger than the plan's; a batch must not be
+                changed once it has been given.
 
         Yields:
             The loss of every mini-batch, in order, when all stages have learned from it: as many
             mini-batches late as the deepest stage holds, on a GPU one more. When the iterable ends,
-            the pipeline is drained, and the rest follow. ``metrics`` are those to the loss;
-            ``step_number``, ``evaluate`` and ``save`` count all that were put in. A loop that is
-            left early leaves mini-batches in flight: whatever is called next goes on with them, but
-            their losses are not told any more.
+            the pipeline is drained, and the other losses follow. ``metrics`` belong to the loss;
+            ``step_number``, ``evaluate`` and ``save`` count all mini-batches that were put in. A
+            loop that is left early leaves mini-batches in flight: the next call goes on with them,
+            but their losses are not yielded any more.
 
         Raises:
             NonFiniteError: on every rank, late like the loss; names stage and mini-batch. Stages
-                have parted ways by then, so training can only go on from a checkpoint.
-            StageFailedError: if something raised on this rank; names stage and mini-batch.
+                have made different updates by then: training can only go on from a checkpoint.
+            StageFailedError: if an exception was raised on this rank; names stage and mini-batch.
             DataError: if a batch is built otherwise than the workload's example, or too large; or
-                if the ranks have unequal numbers of them.
+                if the ranks have unequal numbers of batches.
         """
         first, loop = self.step_number, f"{self._number}/{next(self._loops)}"
         try:
@@ -242,10 +242,10 @@ class AsyncPipeline(BasePipeline):
             raise
 
     def _leave(self) -> None:
-        """End a loop; the others need this rank's messages until they leave it, too."""
+        """End a loop; other ranks need this rank's messages until they leave it, too."""
         if self._session.transport is not None:
             self._session.transport.flush()
-            # An error in the user's loop on one rank also ends here, and must not be held up.
+            # An error in the user's loop on one rank also ends here, and must not wait for long.
             patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), TIMEOUTS.loop_end_s)
             key = f"{self._number}/{self.step_number}/{next(self._parted)}"
             await_all(self._mesh, key, patience_s)
@@ -261,7 +261,7 @@ class AsyncPipeline(BasePipeline):
         return self._read(self._totals.begun.pop())
 
     def drain(self) -> None:
-        """Learn from everything that is in flight; all stages are at one version afterwards."""
+        """Learn from all mini-batches in flight; all stages are at one version afterwards."""
         self._session.refuse_spoilt()
         with self._session.failing():
             self._stream.drain()
@@ -271,7 +271,7 @@ class AsyncPipeline(BasePipeline):
             POSITION.leave()
 
     def _leaves(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of a mini-batch; a ``DataError`` is raised on every rank."""
+        """Return the tensors of a mini-batch; a ``DataError`` is raised on every rank."""
         try:
             which = self._session.feed.where
             leaves = self._session.leaves(batch)
@@ -309,10 +309,10 @@ class AsyncPipeline(BasePipeline):
         return totals.loss
 
     def record(self, minibatches: int) -> None:
-        """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.
+        """Record a ``timeline`` of the next mini-batches, which exists after the next ``drain``.
 
         Args:
-            minibatches: that every device does something for, beyond those that fill the pipeline.
+            minibatches: mini-batches with work for every device, besides those of the fill.
         """
         first, size = self.step_number, self.plan.stage_graph.batch_size
         last = first + minibatches + 2 * self._order.late
@@ -322,7 +322,7 @@ class AsyncPipeline(BasePipeline):
         self._stream.listener = self._recording.note
 
     def _measure(self) -> None:
-        """Tell each other how many versions there were, and what was recorded."""
+        """Exchange the numbers of versions and the recording with all ranks."""
         if self._measured_at == self.step_number:
             return
         self._measured_at = self.step_number
@@ -343,7 +343,7 @@ class AsyncPipeline(BasePipeline):
         self.drain()
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
-        """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
+        """Drain, then save as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint, too."""
         self.drain()
         entries = self._stream.weights.entries()
         self._session.checkpoints.save(folder, entries, wait=wait, keep=keep).confirm()
@@ -353,4 +353,4 @@ class AsyncPipeline(BasePipeline):
 
 
 _NUMBERS = count()
-"""Numbers of the pipelines of this process, which all ranks make in one order."""
+"""Numbers of the pipelines of this process; all ranks make them in the same order."""

@@ -1,9 +1,9 @@
-"""Weights of a stage as they will be after some more updates.
+"""Prediction of a stage's weights after s more updates.
 
     predicted = W_t - lr * s * dW_t
 
-dW_t is the last step of the optimizer, by its own rule, from the state that it keeps anyway
-(PipeOptim, Table I)::
+dW_t is the last step of the optimizer, computed by its own rule from its state (PipeOptim, Table
+I)::
 
     SGD            v_t                                 the momentum buffer
     Adam, AdamW    m_hat_t / (sqrt(v_hat_t) + eps)     with amsgrad the largest v so far
@@ -11,15 +11,15 @@ dW_t is the last step of the optimizer, by its own rule, from the state that it 
 
 Where the paper is silent:
 
-- lr is that of the update to come, as the scheduler has left it in the parameter group. The last
+- lr is the rate of the next update, as the scheduler has left it in the parameter group. The last
   update of an optimizer without a rule is repeated with the rate that it had.
-- Weight decay of SGD and Adam is part of the gradient and so of dW. AdamW's stays outside: it moves
-  a weight by lr * decay of itself, far less than a step.
-- Nesterov's step is ``g + momentum * v``. Its g belongs to one mini-batch and is gone; v is what
-  such steps add up to, so dW is v here too.
+- Weight decay of SGD and Adam is part of the gradient and so of dW. AdamW's decay is left out: it
+  moves a weight by lr * decay of itself, far less than a step.
+- Nesterov's step is ``g + momentum * v``. Its g belongs to one mini-batch and is gone; such steps
+  add up to v, so dW is v here too.
 - SGD without momentum predicts the current weights.
-- A parameter without optimizer state, or without a gradient at the last update, stays.
-- Subclasses of an optimizer may do anything in their step, so they count as any other.
+- A parameter without optimizer state, or without a gradient at the last update, is not moved.
+- Subclasses of an optimizer may do anything in their step, so they count as "any other".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from anabranch.runtime.optimizer_facts import rule_of
 
 _Rows = list[tuple[Tensor, Mapping[str, Any]]]
-"""Weights with the optimizer's state of their parameters."""
+"""(weight, optimizer state of its parameter)."""
 
 
 class WeightPrediction:
@@ -54,14 +54,15 @@ class WeightPrediction:
         rate: float = 1.0,
         last: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move current weights, in place, to where they will be.
+        """Move current weights, in place, to their predicted values.
 
         Args:
             ahead: s, a number of updates.
             moved: indices of parameters that the last update moved; None if unknown, after a
                 restart.
-            last: per parameter ``W_{t-1} - W_t``, for optimizers without a rule; None before the
-                first update.
+            rate: factor on the learning rate.
+            last: ``W_{t-1} - W_t`` of each parameter, for optimizers without a rule; None before
+                the first update.
         """
         if self.rule == "last update":
             if last is not None:

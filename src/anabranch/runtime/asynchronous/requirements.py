@@ -1,7 +1,7 @@
-"""Requirements of asynchronous training on plan, policy and workload, and the policy to take.
+"""Requirements of asynchronous training on plan, policy and workload, and the choice of a policy.
 
-A plan for steps with a flush trains asynchronously as well, with the in-flight counts that its
-schedule has where no batch ends.
+A plan for steps with a flush can train asynchronously as well, with the in-flight counts that its
+schedule would have in a batch without end.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def order_of(plan: Plan, graph: StageGraph, *, in_turns: bool | None) -> Asynchr
     """Return the order in which a plan is trained.
 
     Args:
-        graph: that of ``asynchronous_stages``.
-        in_turns: whether replicas take mini-batches in turn; None for what the plan says.
+        graph: the stages from ``asynchronous_stages``.
+        in_turns: whether replicas take mini-batches in turn; None: as the plan says.
     """
     is_replicated = any(stage.replicas > 1 for stage in graph.stages)
     if is_replicated and (plan.round_robin if in_turns is None else in_turns):
@@ -113,7 +113,7 @@ def budgeted(
 
 
 def num_microbatches(graph: StageGraph) -> int:
-    """Return M, the micro-batches of a mini-batch, which all stages have in common."""
+    """Return M, the micro-batches of a mini-batch, which must be the same for all stages."""
     counts = [graph.num_microbatches(s) for s in range(len(graph))]
     sizes = [stage.microbatch_size for stage in graph.stages]
     if len(set(counts)) > 1 or (counts[0] > 1 and len(set(sizes)) > 1):
@@ -133,16 +133,16 @@ def require_asynchronous(
     workload: Workload,
     compute: ComputeOptions,
 ) -> None:
-    """Accept what can be trained without a flush, after a check of its schedule.
+    """Refuse what cannot be trained without a flush; checks the schedule as well.
 
     Args:
-        graph: that of ``asynchronous_stages``; ``order`` is that of ``order_of``.
+        graph: the stages from ``asynchronous_stages``; ``order`` is from ``order_of``.
 
     Raises:
         DeadlockError: if devices would wait for each other.
         InvalidPlanError: if a device has several stages, or stages share a trainable parameter.
-        PolicyError: if the policy is not defined for such a plan, or the workload wants what only
-            all ranks together know.
+        PolicyError: if the policy is not defined for such a plan, or the workload needs figures of
+            all ranks together.
     """
     require_one_stage_each(graph)
     if parts.captured.cut:
@@ -163,7 +163,7 @@ def require_asynchronous(
 
 
 def common_norm_remark(workload: Workload) -> str:
-    """Say why gradients cannot be clipped over all stages; empty where they are not."""
+    """Return the reason why gradients cannot be clipped over all stages; empty if they are not."""
     if workload.clip_norm is None:
         return ""
     return (
@@ -177,14 +177,14 @@ def common_norm_remark(workload: Workload) -> str:
 
 
 def clipped_by_stage(workload: Workload, clip_stage_norm: float | None) -> Workload:
-    """Return the workload without its norm over all stages where each stage has its own."""
+    """Return the workload, without its norm over all stages if each stage has its own."""
     return workload if clip_stage_norm is None else replace(workload, clip_norm=None)
 
 
 def require_recipes(
     workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
 ) -> None:
-    """Refuse, without a plan, what only all ranks together know, and a policy that does not fit."""
+    """Refuse, without a plan, recipes that need figures of all ranks, and an unfit policy."""
     if remark := common_norm_remark(workload):
         raise PolicyError(remark)
     if compute.precision == "fp16":
@@ -218,7 +218,7 @@ def choose(
     if policy == "auto" and microbatches > 1:
         policy, reason = "2bw", f"it is the one for {microbatches} micro-batches per update"
     elif policy == "auto":
-        # One micro-batch is planned, which rules 2bw out.
+        # The plan has one micro-batch, which rules out 2bw.
         nothing = OptimizerFacts("nothing to train", momentum=False, rule="momentum")
         facts = facts_of(optimizer) if optimizer is not None else nothing
         policy, reason = recommend(plan.stage_graph.depth, facts)
@@ -231,7 +231,7 @@ def fitting(
     """Return the policy of a name, if it fits the optimizer.
 
     Args:
-        quiet: no warning where a prediction from this optimizer says nothing.
+        quiet: do not warn if predictions from this optimizer are useless.
 
     Raises:
         PolicyError: for SpecTrain with anything but SGD with momentum, and the like.
@@ -252,6 +252,6 @@ def _optimizer_of(workload: Workload) -> Optimizer | None:
 
 
 def _is_first() -> bool:
-    """Return whether this is rank 0, also before the process group exists."""
+    """Return True on rank 0, also before the process group exists."""
     first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return first == 0

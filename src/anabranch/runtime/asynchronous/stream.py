@@ -1,20 +1,20 @@
 """Execution of the asynchronous schedule on one rank.
 
-The schedule (``AsynchronousOrder``) has no end. When a mini-batch is put in, the stage goes on in
-it up to the last forward of that mini-batch; a drain does what is left of those put in::
+The schedule (``AsynchronousOrder``) has no end. When a mini-batch is put in, the stage executes it
+up to the last forward of that mini-batch; a drain does the passes that are left::
 
     put     0    1    2    3       4       5       drain              in flight
     stage 0 F0   F1   F2   B0* F3  B1* F4  B2* F5  B3* B4* B5*        3
     stage 1 F0   F1   B0*  F2  B1* F3  B2* F4 ...                     2       * an update
     stage 2 F0   B0*  F1   B1* F2  B2* F3 ...                         1
 
-The order does not depend on when messages arrive, so every rank knows what all others do: when
-mini-batch m has been put in, a stage with k in flight has learned from all up to ``m - k``.
+The order does not depend on when messages arrive, so every rank knows the progress of all others:
+when mini-batch m has been put in, a stage with k in flight has learned from all up to ``m - k``.
 
-A mini-batch with fewer micro-batches than the others (the last of an epoch) would leave a policy
-that counts on them without the version that it reads, so the pipeline is drained behind it. With
-round robin the last round before a drain may lack mini-batches; a replica without one adds nothing
-to the sum and makes the same update::
+After a mini-batch with fewer micro-batches than the others (the last of an epoch) the version that
+a policy for micro-batches reads would be missing, so the pipeline is drained behind it. With round
+robin the last round before a drain may lack mini-batches; a replica without one adds nothing to the
+sum and makes the same update::
 
     mini-batches 0 .. 4     replica 0   F0    F2    B0* F4    B2*    B4*     5 = 2 rounds and a half
     of 2 replicas           replica 1      F1    F3     B1*   B3*     -*
@@ -56,11 +56,11 @@ _CONSEQUENCE = (
 
 @dataclass(frozen=True, slots=True)
 class _Learned:
-    """An update of which it is not known whether its numbers were finite.
+    """An update whose numbers have not been checked yet for infinities and NaNs.
 
     Attributes:
         run: this rank's mini-batch; None if it had none in a round.
-        outcome: that of the mini-batch; brings the norms of gradients, and the terms of this rank.
+        outcome: outcome of the mini-batch; brings the norms of gradients and this rank's terms.
         is_last_turn: whether the mini-batch is the last one of its round.
     """
 
@@ -78,7 +78,7 @@ class Stream:
         weights: versions of the stage's weights.
         totals: losses and metrics of mini-batches over all ranks.
         listener: called with every mini-batch that this rank has learned from.
-        delay: mini-batches after which, at the latest, it is known what was learned from one.
+        delay: most mini-batches by which the check of an update comes later than the update.
 
     Args:
         clip: largest norm of the stage's gradients; None for any.
@@ -118,18 +118,18 @@ class Stream:
         self._count = self.most_behind = 0
 
     def put(self, leaves: Mapping[str, Tensor], number: int) -> None:
-        """Forward a mini-batch, after what the schedule has before that."""
+        """Forward a mini-batch, after the passes that the schedule has before it."""
         before = len(self._unjudged)
         self.totals.give_out(number, leaves)
         takes_part = self._forward(leaves, number)
-        # The device has something to do meanwhile.
+        # The device has work to do meanwhile.
         self._judge(min(before, len(self._unjudged)))
         if not takes_part:
             self.totals.note(number, Outcome())
         self.totals.begin()
 
     def _forward(self, leaves: Mapping[str, Tensor], number: int) -> bool:
-        """Forward a mini-batch; return whether this rank takes part in it."""
+        """Forward a mini-batch; return True if this rank takes part in it."""
         if not self._count:  # nothing is between forward and update, on all ranks at once
             self._first = self.weights.version
             self.weights.fill(self._first)
@@ -163,7 +163,7 @@ class Stream:
         self.totals.begin()
 
     def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
-        """Return the worker for a mini-batch of so many samples, by default in this rank's turn."""
+        """Return the worker for a mini-batch of ``samples``, by default in this rank's turn."""
         if not self._order.round_robin:
             return workers.worker(samples)
         turn = self._turn if turn is None else turn
@@ -178,7 +178,7 @@ class Stream:
         unit, microbatch = divmod(action.microbatch, self._per_update)
         run = self._runs.get(unit)
         if run is None:
-            return  # a mini-batch that has not come before the drain
+            return  # the drain came before this mini-batch
         if is_forward:
             self.most_behind = max(self.most_behind, self._first + unit - self.weights.version)
             with self.weights.forward(self._first + unit):
@@ -205,9 +205,9 @@ class Stream:
             POSITION.begin(run.number, is_minibatch=True)
 
     def _learn(self, run: BatchRun | None, minibatches: int) -> None:
-        """Make an update from the sum of gradients of some mini-batches, if all numbers so far were
-        finite, as far as that is known: a GPU is asked when the next mini-batch is under way. An
-        update by bad numbers does no harm, as such a run ends there on all ranks.
+        """Make an update from the sum of gradients of some mini-batches, unless numbers are known
+        to be not finite; a GPU is asked when the next mini-batch is under way. An update by bad
+        numbers does no harm, as the run then ends on all ranks.
 
         Args:
             run: this rank's mini-batch; None if it has none in a round.
@@ -233,7 +233,7 @@ class Stream:
             self._judge(1)
 
     def _judge(self, count: int) -> None:
-        """Tell of the first updates that nobody has heard of."""
+        """Check the first ``count`` unchecked updates, and note their mini-batches as learned."""
         for _ in range(count):
             learned = self._unjudged.popleft()
             if self.delay:
@@ -244,18 +244,18 @@ class Stream:
                     self.listener(run)
 
     def _find_bad(self, learned: _Learned) -> None:
-        """Note whether an update was from numbers that are not finite."""
+        """Note if the numbers of an update were not finite."""
         outcome = learned.outcome
         self._has_stopped |= outcome.is_bad
-        # Each replica knows whether its own term was bad. If no term was, but the sum of them
-        # overflowed, the last one answers for it.
+        # Each replica knows whether its own term was bad. If no term was, but their sum
+        # overflowed, the last replica reports it.
         if not learned.is_last_turn and all(map(math.isfinite, outcome.further)):
             outcome.bad_parameters.clear()
 
     def _spoil(self) -> None:
-        """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
-        place in their order, and what they do together they have to begin in one order, so first
-        everything that they do on their own.
+        """End the run after a bad mini-batch. All ranks learn of it at the same mini-batch, but at
+        different places in their order. Collectives have to begin in the same order on all ranks,
+        so each first finishes its own passes.
         """
         self._session.is_spoilt = True
         self.drain()

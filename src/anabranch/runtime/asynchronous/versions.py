@@ -1,18 +1,18 @@
 """Versions of one stage's weights on one rank, and its optimizer.
 
-The parameters are the user's own. Between passes they are the newest version; inside a pass they
-are what the policy says (``weights``), in one of two ways (``VersionTracker.keeps``).
+The parameters are the user's own. Between passes they have the newest version; inside a pass they
+have the weights that the policy names (``weights``), in one of two ways (``VersionTracker.keeps``).
 
 Kept: ``parameter.data`` points at the storage that the pass reads. A storage that a unit in flight
-has read is never written, because views of it (the transpose that a product saves) are waiting for
-the backward; an update works on a copy where the old version must stay, in place elsewhere::
+has read is never written, because views of it (the transpose that a product saves) wait for the
+backward; an update works on a copy if the old version must stay, otherwise in place::
 
     storages    A  version 1, read by F3 .................. B3     free, then version 4
                 B  version 2, read by F4 ............................ B4
                 C  version 3
 
-In place: there is one storage, the backward reads it as it has become, and autograd is not told,
-since that is the policy. A prediction is written over it and the current weights put back after.
+In place: there is one storage, and the backward reads its current content, which is the policy, so
+autograd's check is off. A prediction overwrites it, and current weights are put back afterwards.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class VersionedWeights:
     """All versions of one stage's weights on one rank, and its optimizer.
 
     Args:
-        scheduler: of the learning rate, stepped after every update; with the update that follows
-            it decides the rate that a prediction uses.
+        scheduler: scheduler of the learning rate, stepped after every update; a prediction uses the
+            rate of the next update.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class VersionedWeights:
         }
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pointed = self._current
-        self._free: list[Storage] = []  # not in use, among those made
+        self._free: list[Storage] = []  # storages that were made and are not in use
         self._num_made = 0
         self._stored: dict[int, Storage] = {}
         self._predicted: dict[int, Storage] = {}
@@ -80,12 +80,12 @@ class VersionedWeights:
 
     @property
     def version(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return self._tracker.version
 
     @property
     def peak_versions(self) -> int:
-        """Most copies of the weights alive at once, with the current one and corrections'."""
+        """Most copies of the weights alive at once: current, older and those of corrections."""
         return 1 + self._num_made + sum(self._policy.corrections.values())
 
     @property
@@ -100,11 +100,11 @@ class VersionedWeights:
         self._current = self._pointed = [parameter.data for parameter in self._parameters]
 
     def forward(self, number: int) -> AbstractContextManager[None]:
-        """Parameters are what the forward of a mini-batch reads, inside the context."""
+        """Inside the context, parameters are the weights that a mini-batch's forward reads."""
         return self._reading(number, self._tracker.forward(number))
 
     def backward(self, number: int) -> AbstractContextManager[None]:
-        """Parameters are what the backward of a mini-batch reads, inside the context."""
+        """Inside the context, parameters are the weights that a mini-batch's backward reads."""
         return self._reading(number, self._tracker.backward(number))
 
     @contextmanager
@@ -138,7 +138,7 @@ class VersionedWeights:
         return self._predicted[number]
 
     def _point(self, storage: Storage) -> None:
-        """Have the parameters be those of a storage."""
+        """Let the parameters point at a storage."""
         if storage is not self._pointed:
             for parameter, tensor in zip(self._parameters, storage, strict=True):
                 parameter.data = tensor
@@ -156,12 +156,12 @@ class VersionedWeights:
             )
 
     def update(self, *, skip: bool = False, minibatches: int = 1) -> None:
-        """The gradients of the oldest mini-batch in flight are in ``.grad``: make the next version.
+        """Make the next version from ``.grad``, the gradients of the oldest mini-batch in flight.
 
         Args:
-            skip: leave the weights as they are, which is a version too: for a mini-batch without
+            skip: leave the weights unchanged, which is a version too: for a mini-batch without
                 usable gradients, such as one that overflowed in half precision.
-            minibatches: that it learns from; the scheduler makes as many steps.
+            minibatches: mini-batches from which it learns; the scheduler makes as many steps.
         """
         old = self.version
         if self._tracker.finish():
@@ -188,7 +188,7 @@ class VersionedWeights:
         return [torch.empty_like(tensor) for tensor in self._current]
 
     def _release(self) -> None:
-        """Give storages back that no pass will read."""
+        """Free storages that no pass will read."""
         tracker = self._tracker
         for number in [n for n in self._predicted if n not in tracker.predictions]:
             self._free.append(self._predicted.pop(number))
@@ -204,8 +204,8 @@ class VersionedWeights:
         if keeps_update:
             self._last = self._last or self._take()
             _copy(self._current, self._last)
-        # What autograd has saved of a parameter either lies in another storage by now, or is to
-        # change, by the policy.
+        # Tensors that autograd has saved of a parameter are in another storage by now, or the
+        # policy wants them to change.
         with _unsafe_preserve_version_counter(self._parameters), ExitStack() as corrections:
             step = Step(self._parameters, optimizer, updates, self._lag)
             for correction, kept in map(CORRECTIONS.__getitem__, self._policy.corrections):
@@ -231,12 +231,12 @@ class VersionedWeights:
         return tensors
 
     def load(self, saved: Checkpoint) -> None:
-        """Take over ``entries``; a synchronous run leaves nothing but its steps."""
+        """Load ``entries``; a checkpoint of a synchronous run has only its steps."""
         last, moved, versions = (
             [f"{what}/{name}" for name in self._names if name in set(saved.keys(what))]
             for what in (_LAST, _MOVED, _VERSION)
         )
-        # Stages of another plan may have been at other versions, if they learned from rounds.
+        # With rounds, stages of another plan may have had different versions.
         updates = [int(saved.tensor(key)) for key in versions]
         self._tracker.fill(max(updates) if updates else saved.progress.step)
         if len(moved) == len(self._names):

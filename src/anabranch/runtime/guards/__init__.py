@@ -1,1 +1,1 @@
-"""Guards of a run: ranks that start alike, memory that suffices, gradients and failures."""
+"""Guards of a run: equal starts of ranks, enough memory, right gradients, failures."""

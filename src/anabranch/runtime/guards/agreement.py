@@ -1,7 +1,7 @@
-"""Agreement of the ranks on what they were started with, before anything else travels.
+"""Agreement of the ranks on plan, model and options, before any other message.
 
-A rank computes all it knows about the others from its own copy, so a difference would end in a hang
-or in wrong numbers::
+A rank derives the work of other ranks from its own copy of these, so a difference would end in a
+hang or in wrong numbers::
 
     rank 0   version ..., plan 4 stages (9f31), model ..., options accumulate 1
     rank 1   version ..., plan 4 stages (9f31), model ..., options accumulate 1
@@ -39,13 +39,13 @@ _REMEDY = {
 
 
 def require_agreement(facts: Mapping[str, str]) -> None:
-    """Check that ``facts``, a text by name, are alike on all ranks; raises InvalidPlanError on
-    every rank with the same text, naming what differs and who has what.
+    """Check that ``facts``, texts by name, are equal on all ranks; raises InvalidPlanError on every
+    rank with the same text, naming the difference and the ranks with each version.
     """
     gathered = texts.gather(dict(facts))
     if all(other == gathered[0] for other in gathered):
         return
-    # Whoever leaves while others still read from it would look like a failure of its own.
+    # A rank that leaves while others still read from it would look like a failure of its own.
     with contextlib.suppress(PeerLostError):
         texts.gather_bytes(b" ")
     raise InvalidPlanError(_difference(gathered))
@@ -62,7 +62,7 @@ def _difference(gathered: list[dict[str, str]]) -> str:
 
 
 def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> dict[str, str]:
-    """Facts that ``require_agreement`` compares; ``captured`` is the model."""
+    """Return the facts that ``require_agreement`` compares."""
     parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in captured.module.named_parameters()]
     numbers = sum(p.numel() for p in captured.module.parameters())
     graph, stages = captured.graph, plan.stage_graph

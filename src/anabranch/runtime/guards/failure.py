@@ -1,7 +1,7 @@
-"""The first failure of a run, told to the user once, with the place where it happened.
+"""The first failure of a run, reported to the user once, with the place where it happened.
 
-One rank fails, then the connections of its neighbours break, then theirs. Only one of the
-exceptions is the cause; consequences have a type of their own::
+One rank fails, then the connections of its neighbours break, then those of their neighbours. Only
+one of the exceptions is the cause; consequences have a type of their own::
 
     rank 1   ValueError in the forward of stage 1         the cause: StageFailedError
     rank 0   connection closed by peer                    a consequence: PeerLostError
@@ -26,7 +26,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.position import POSITION
 
 _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-"""What torch.distributed says when another process is gone."""
+"""Words of torch.distributed if another process is gone."""
 
 
 class PeerLostError(TrainingError):
@@ -35,7 +35,7 @@ class PeerLostError(TrainingError):
 
 @contextmanager
 def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
-    """Turn what is raised inside into a StageFailedError that says where; our own errors pass."""
+    """Turn an exception inside into a StageFailedError that says where; our own errors pass."""
     try:
         yield
     except PeerLostError as error:
@@ -49,13 +49,13 @@ def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
 
 
 def _operation(error: BaseException) -> str:
-    """The module of the user's that calls the operation that raised, and the line; empty where it
-    is not in the traceback, as in a backward.
+    """Return words on the user's module and line that call the failed operation; empty if it is not
+    in the traceback, as in a backward.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, fx.GraphModule) and frame.f_code.co_name == "forward":
-            # Each line of the code that a graph is run by assigns what one node is called by.
+            # Each line of the code of a graph assigns to a variable with the name of a node.
             name = linecache.getline(frame.f_code.co_filename, line).partition("=")[0].strip()
             for node in module.graph.nodes:
                 if node.name == name and node.op == "call_function":
@@ -64,7 +64,7 @@ def _operation(error: BaseException) -> str:
 
 
 def _among(graph: StageGraph | None) -> str:
-    """The operators of the stage that this process is in, as text."""
+    """Return the operators of the stage in which this process is, as text."""
     stage = POSITION.stage
     if graph is None or not 0 <= stage < len(graph):
         return ""
@@ -82,7 +82,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message on one line, not longer than a paragraph."""
+    """Return type and message on one line, not longer than a paragraph."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:600]}{' ...' if len(text) > 600 else ''}".rstrip(": ")
 
@@ -113,7 +113,7 @@ class Failure:
         )
 
     def exception(self) -> AnabranchError:
-        """The exception for the caller: of the same class where it is one of ours."""
+        """Return the exception for the caller, of the same class if it is one of ours."""
         kind = getattr(errors, self.kind, StageFailedError)
         error: AnabranchError = kind(self.message)
         if self.trace:

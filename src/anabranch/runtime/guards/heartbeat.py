@@ -1,16 +1,16 @@
-"""Heartbeats of ranks, and what they tell of a run that cannot go on: a stall, unequal batches.
+"""Heartbeats of ranks, and the detection of a run that cannot go on: a stall, unequal batches.
 
 A heartbeat is a rank's position and its last batches, in integers that another process reads: the
 parent of local ranks in shared memory, ranks of torchrun in the store of the run
 (``StoreWatch``). Both give them to a ``Watch``, again and again. One rank that does not go on soon
-holds up all others, which wait for it; that is a stall when nobody has gone on for long::
+holds up all others, which wait for it. If no rank goes on for long, that is a stall::
 
     rank 0   waiting for gradients ...         12 s     a victim
     rank 1   in the forward of stage 1 ...     13 s     named first
     rank 2   waiting for activations ...       13 s     a victim
 
-Ranks may take long without being held up: they compile in the first step, evaluate with other code,
-write large files. There the limit is ``TIMEOUTS.patience_s`` at least, unless the user says
+Ranks may take long without a stall: they compile in the first step, evaluate with other code, write
+large files. The limit for these is at least ``TIMEOUTS.patience_s``, unless the user says
 otherwise.
 """
 
@@ -48,8 +48,8 @@ HEARTBEAT_INTS = POSITION_INTS + DIGESTS.recent_ints
 """Integers of one rank's heartbeat: first its position, then its last batches."""
 
 FLOOR_S, FACTOR = 60.0, 100.0
-"""By default a rank may take so long: this many seconds, or this many times the predicted step if
-that is more. Less would find hangs sooner and take slow data, or a busy machine, for one.
+"""Default limit: seconds, or multiples of the predicted step if that is more. A lower limit would
+find hangs sooner, but take slow data or a busy machine for one.
 """
 
 
@@ -57,7 +57,7 @@ _UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.HELD_OUT, Phase.SAVE, Phas
 
 
 def default_timeout_s(step_s: float) -> float:
-    """Seconds without progress that are a stall, for a predicted step."""
+    """Return the seconds without progress that count as a stall, for a predicted step."""
     return max(FLOOR_S, FACTOR * step_s)
 
 
@@ -68,14 +68,14 @@ def share(ints: memoryview) -> None:
 
 
 class Watch:
-    """Heartbeats of all ranks as they were last read, and since when each rank is where it is.
+    """The last heartbeats of all ranks, and the time at which each came to its position.
 
     Attributes:
         held_up_by: the rank that is named first in a stall; None if there was none.
 
     Args:
         stall_timeout: seconds without progress that end a run; None for no limit.
-        patience: seconds for what may take long, if that is more; by default
+        patience: limit for work that may take long, if that is more; by default
             ``TIMEOUTS.patience_s``.
     """
 
@@ -91,7 +91,7 @@ class Watch:
         self._batches = BatchWatch(num_ranks)
 
     def note(self, rank: int, ints: Sequence[int], now: float, *, is_done: bool = False) -> None:
-        """Take the heartbeat of a rank, the last or none if it is done, at a time of any clock."""
+        """Take the heartbeat of a rank, perhaps empty if it is done, at a time of any clock."""
         if ints:
             self._batches.note(rank, ints[POSITION_INTS:])
         position, before = list(ints[:POSITION_INTS]), self._positions.get(rank)
@@ -99,7 +99,7 @@ class Watch:
             if before is None or before[0] != position:
                 self._positions[rank] = position, now
         elif before is not None:
-            # Who waited for it may not have noticed yet, so the time of the others begins anew.
+            # Ranks that waited for it may not have noticed yet, so their times begin anew.
             del self._positions[rank]
             self._positions = {r: (there, now) for r, (there, _) in self._positions.items()}
 
@@ -127,7 +127,7 @@ class Watch:
                 return ""
             positions = [position for position, _ in self._positions.values()]
             if all(phase_of(p) is Phase.OUTSIDE and not waits(p) for p in positions):
-                return ""  # what the user does between steps is nobody's business
+                return ""  # the user may take any time between steps
         first = self.held_up_by = stopped[0] if stopped else min(quiet, key=self._blame)
         why = "its process is stopped or does not answer, " if first in stopped else ""
         message = (
@@ -164,13 +164,13 @@ class Watch:
 
 
 _READERS = 2
-"""Ranks that read the heartbeats of all, from rank 0 on."""
+"""Number of ranks that read the heartbeats of all, from rank 0 on."""
 
 
 def watch_ranks(
     rank: int, size: int, timeout_s: float, patience_s: float | None = None
 ) -> StoreWatch | None:
-    """Watch under torchrun that the ranks go on; the parent of local ranks watches them itself."""
+    """Watch the ranks under torchrun; local ranks are watched by their parent."""
     if size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     store: Any = run_store()
@@ -181,14 +181,14 @@ def watch_ranks(
 class StoreWatch:
     """Threads of one rank of torchrun, which watch the ranks as a launcher watches local ranks.
 
-    One tells where the rank is, and with which batches. Those of the first two ranks read what all
-    tell, and end the run when it does not go on: two, because one of them may be what does not. A
-    rank whose store is out of reach, behind a cut link, ends itself: a second thread sees that the
-    first has not come back from the store, which behind a cut link answers nothing, not even an
-    error.
+    The first thread writes the rank's position and batches to the store. In the first two ranks it
+    also reads those of all ranks, and ends the run if it does not go on: two, because one of them
+    may be the rank that hangs. A rank that cannot reach the store, behind a cut link, ends itself:
+    a second thread notices that the first has not come back from the store, which then gives no
+    answer, not even an error.
 
     Args:
-        store: a connection of its own, which is not held up by what the rank does.
+        store: a connection of its own, so that the rank's other requests do not hold it up.
         timeout_s: seconds without progress of any rank, or without the store.
         end: ends the process, by default at once.
         patience_s: see ``Watch``.
@@ -211,7 +211,7 @@ class StoreWatch:
         self._watch = Watch(size, timeout_s, patience_s)
         self._beats: dict[int, tuple[int, float]] = {}
         self._closed = threading.Event()
-        self._tell(0)  # so that nobody is unknown, however soon it is held up
+        self._tell(0)  # at once, so that a rank is known however soon it hangs
         self._reached = time.monotonic()
         targets = {"anabranch watch": self._work, "anabranch store": self._watch_store}
         self._threads = [
@@ -220,10 +220,10 @@ class StoreWatch:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)  # a process that ends by itself holds nobody up
+        atexit.register(self.close)  # a process that ends by itself is done
 
     def close(self) -> None:
-        """The rank is done, and is not held up."""
+        """End the watch; the rank is done."""
         atexit.unregister(self.close)
         self._closed.set()
         for thread in self._threads:
@@ -243,7 +243,7 @@ class StoreWatch:
             except (RuntimeError, ValueError):
                 continue
             if failure:
-                # The rank itself knows better; it may be unable to.
+                # The rank itself should report it; it may be unable to.
                 self._reached = math.inf
                 if not self._closed.wait(TIMEOUTS.grace_s):
                     self._leave(StageFailedError(stops_because_of(failure, self._rank)))

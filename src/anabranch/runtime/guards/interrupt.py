@@ -1,7 +1,7 @@
 """An early end of training, and checkpoints by the clock, at one step on all ranks.
 
-Ctrl-C comes to one process or to several, while ranks are at different steps. Whoever hears it only
-notes it; the note travels with the totals of every step (``step_totals``), which all ranks read
+Ctrl-C comes to one process or to several, while ranks are at different steps. A rank that hears it
+only notes it; the note goes with the totals of every step (``step_totals``), which all ranks read
 between the same steps. So does the wish of the first rank for a checkpoint::
 
     rank 0    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
@@ -23,14 +23,14 @@ from anabranch.runtime.guards.timeouts import TIMEOUTS
 
 
 class Interrupt:
-    """Request to end training early; ``agreed`` once all ranks know of it, and of each other."""
+    """Request to end training early; ``agreed`` once all ranks know that all ranks know of it."""
 
     def __init__(self) -> None:
         self._flag = memoryview(bytearray(8)).cast("q")
         self.agreed = False
 
     def share(self, flag: memoryview) -> None:
-        """Be told through an integer in memory that another process writes."""
+        """Read the request from an integer in memory that another process writes."""
         self._flag, self.agreed = flag, False
 
     @property
@@ -38,7 +38,7 @@ class Interrupt:
         return self._flag[0] != 0
 
     def hear(self) -> None:
-        """Tell this process, and others that share its flag."""
+        """Note the request, for this process and others that share its flag."""
         self._flag[0] = 1
 
 
@@ -48,12 +48,12 @@ INTERRUPT = Interrupt()
 
 @contextmanager
 def handling(hear: Callable[[int], None]) -> Iterator[dict[int, Any]]:
-    """Inside, give SIGINT and SIGTERM to a function, in the main thread of a process; yields the
-    handlers that they had. Ignored ones stay ignored, as in a background job.
+    """Inside, handle SIGINT and SIGTERM by a function, in the main thread of a process; yields the
+    previous handlers. Ignored signals stay ignored, as in a background job.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     is_main = threading.current_thread() is threading.main_thread()
-    # None is a handler that is not Python's.
+    # None stands for a handler that is not Python's.
     heard = [n for n, was in before.items() if is_main and was not in (None, signal.SIG_IGN)]
     for number in heard:
         signal.signal(number, lambda number, _: hear(number))
@@ -66,7 +66,7 @@ def handling(hear: Callable[[int], None]) -> Iterator[dict[int, Any]]:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM ask training to end, under torchrun say; a later one ends it."""
+    """Inside, a first SIGINT or SIGTERM asks training to end, a later one ends it at once."""
     INTERRUPT.share(memoryview(bytearray(8)).cast("q"))
     first: float | None = None
     process = os.getpid()
@@ -88,27 +88,27 @@ def listening() -> Iterator[None]:
 
 
 class SaveClock:
-    """Checkpoints every so many seconds by the first rank's clock, which all ranks know of, by
-    number from 1.
+    """Checkpoints at intervals of seconds, by the first rank's clock and agreed on by all ranks;
+    they are numbered from 1.
     """
 
     def __init__(self) -> None:
         self.start(None, rank=0)
 
     def start(self, interval_s: float | None, *, rank: int) -> None:
-        """Count the seconds from now on; None for no such checkpoints."""
+        """Begin the first interval now; None for no such checkpoints."""
         self.wanted = self._agreed = self._begun = 0
         decides = rank == 0 and interval_s is not None
         self._interval_s = interval_s if decides and interval_s is not None else float("inf")
         self._since = time.monotonic()
 
     def look(self) -> None:
-        """Want another checkpoint, on the first rank, if it is time."""
+        """Ask for another checkpoint, on the first rank, if it is time."""
         if self.wanted == self._begun and time.monotonic() - self._since >= self._interval_s:
             self.wanted += 1
 
     def agree(self, wanted: int) -> None:
-        """Note what the first rank wants, once all ranks know it."""
+        """Note the number that the first rank wants, once all ranks know it."""
         self._agreed = max(self._agreed, wanted)
 
     @property
@@ -117,7 +117,7 @@ class SaveClock:
         return self._agreed > self._begun
 
     def begin(self) -> None:
-        """Note that a checkpoint is being written, for whatever reason."""
+        """Note that a checkpoint is being written, for this or any other reason."""
         self._begun, self._since = self._agreed, time.monotonic()
 
 

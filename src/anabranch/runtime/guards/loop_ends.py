@@ -21,7 +21,7 @@ def begin_unit(mesh: Mesh, loop: str, number: int) -> None:
     """
     if mesh.size > 1:
         store = run_store()
-        # Written before the others are read, as in ``end_loop``, so one of two sees the other.
+        # Written before reading, as in ``end_loop``, so at least one of two ranks sees the other.
         store.set(f"{loop}/begun/{mesh.rank}", str(number + 1))
         if store.check([f"{loop}/ended"]):
             rank, count = map(int, store.get(f"{loop}/ended").split())
@@ -58,7 +58,7 @@ def await_all(mesh: Mesh, key: str, patience_s: float) -> None:
     if mesh.failure.is_closed:
         return
     name = f"anabranch/part/{key}"
-    # A rank that does not come has failed, of which others hear in another way.
+    # A rank that does not come has failed, which is reported in another way.
     with suppress(RuntimeError, ValueError), POSITION.waiting():
         store = run_store()
         if store.add(name, 1) == mesh.size:

@@ -1,11 +1,11 @@
-"""Predicted peaks of all ranks against the memory that there is, before anything is allocated.
+"""Check of all ranks' predicted peaks against free memory, before anything is allocated.
 
-A rank that runs out of memory is killed without a word. So its plan's prediction is compared with
-what is free on its GPU, or on the CPU with what its host or container can give (Linux); ranks that
-share it add up.
+A rank that runs out of memory is killed without a word. So the prediction of its plan is compared
+with the free memory of its GPU, or on the CPU of its host or container (Linux); ranks that share
+the memory add up.
 
-A rank's own parameters are there already, those of other stages are given back when training
-starts. A prediction is not exact; what is refused exceeds by more than ``MARGIN``.
+A rank's own parameters are there already, parameters of other stages are freed when training
+starts. A prediction is not exact, so it is refused only if it exceeds the memory by ``MARGIN``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anabranch.runtime.messages import channels
 from anabranch.runtime.process_groups import connection_bytes, device_digest
 
 MARGIN = 1.1
-"""What is free has to be exceeded by this factor; predictions are within 10% or so."""
+"""Factor by which free memory has to be exceeded; predictions are within 10% or so."""
 
 _REMEDY = (
     "plan with a smaller micro-batch, with recomputation or for more devices, or pass "
@@ -33,12 +33,12 @@ _REMEDY = (
 
 
 def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device) -> str:
-    """Check that every rank's peak, if predicted, fits where it runs; return the problem, the same
-    text on all ranks, with rank, need and memory, or nothing.
+    """Check that every rank's predicted peak fits its memory; return the problem, the same text on
+    all ranks, with rank, need and memory, or an empty text.
 
     Args:
-        resident_bytes: of this rank's parameters, as far as they are there already.
-        given_bytes: of parameters of other stages, given back when training starts.
+        resident_bytes: bytes of this rank's parameters that are there already.
+        given_bytes: bytes of parameters of other stages, which are freed when training starts.
     """
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
@@ -57,8 +57,8 @@ def _beyond_host(needs: Sequence[Sequence[int]], kind: str) -> str:
     """Describe ranks that exceed the memory that is free now; empty if none does.
 
     Args:
-        needs: for each rank the bytes that it will take, that it gives back when training starts,
-            and that are free (negative if unknown); a number of the memory that it takes from.
+        needs: for each rank the bytes that it will take, that it frees when training starts, and
+            that are free (negative if unknown), and a number that identifies the memory.
     """
     homes: dict[int, list[int]] = defaultdict(list)
     for rank, (_, _, free, home) in enumerate(needs):
@@ -96,10 +96,10 @@ def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _container_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that a control group leaves, file pages included; None without a limit."""
+    """Return the free bytes of a control group, file pages included; None without a limit."""
     try:
         limit, usage = (int((root / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # of no limit the file says "max"
+    except (OSError, ValueError):  # without a limit the file has "max"
         return None
     stat = root / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []

@@ -1,7 +1,7 @@
 """Position of a rank in its step, in a few integers that another process can read.
 
-Local ranks share them with their parent, ranks of torchrun tell them each other: a rank that is
-killed, or does not go on, cannot say where it was::
+Local ranks share them with their parent, ranks of torchrun with each other: a rank that is killed,
+or hangs, cannot say where it was::
 
     step  stage  micro-batch  doing    phase  waits  mini-batch  settled  time
        7      1            3  forward  step       0           0        1  81 s
@@ -18,7 +18,7 @@ from anabranch.schedule.schedule import Action, Kind
 
 POSITION_INTS = 9
 """Integers of one rank's position, as in the module's picture; -1 for none. ``waits`` is 1 while
-the rank waits for another one, ``mini-batch`` where steps are called so.
+the rank waits for another one, ``mini-batch`` is 1 if a step is a mini-batch, without a flush.
 """
 
 _STEP, _STAGE, _MICROBATCH, _DOING, _PHASE = range(5)
@@ -64,7 +64,7 @@ _PHASES = {
     Phase.TOTALS: "adding up gradients and losses",
     Phase.HELD_OUT: "reading held-out data",
 }
-"""Phase -> text; the others have none."""
+"""Phase -> text; other phases have none."""
 
 
 class Position:
@@ -87,9 +87,7 @@ class Position:
         ints[_TIME] = time.monotonic_ns()
 
     def begin(self, step: int, phase: Phase = Phase.STEP, *, is_minibatch: bool = False) -> None:
-        """Note that a step begins or goes on, in some phase; without a flush it is called a
-        mini-batch.
-        """
+        """Note that a step, or without a flush a mini-batch, begins or goes on in some phase."""
         ints = self._ints
         ints[0], ints[1], ints[2], ints[3], ints[_PHASE] = step, -1, -1, -1, phase
         ints[_WAITS], ints[_MINIBATCH] = 0, int(is_minibatch)
@@ -100,7 +98,7 @@ class Position:
         self.begin(-1, Phase.OUTSIDE)
 
     def settle(self) -> None:
-        """Note that a first step has been made: nothing is compiled or set up any more."""
+        """Note that the first step has been made: nothing is compiled or set up any more."""
         self._ints[_SETTLED] = 1
 
     @contextmanager
@@ -115,8 +113,8 @@ class Position:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that this rank waits for others inside the block, whatever else it is at. It stays
-        noted after an error.
+        """Note that this rank waits for others inside the block, in any phase. It stays noted after
+        an error.
         """
         ints = self._ints
         if ints[_WAITS]:
@@ -133,7 +131,7 @@ class Position:
 
     @property
     def numbers(self) -> list[int]:
-        """The integers as they are now."""
+        """The current integers."""
         return list(self._ints.tolist())
 
     def __str__(self) -> str:
@@ -141,7 +139,7 @@ class Position:
 
 
 def describe_position(ints: Sequence[int]) -> str:
-    """Text for the integers of a position; further ones may follow."""
+    """Describe a position by its integers; further integers may follow them."""
     step, stage, microbatch, kind = ints[:_PHASE]
     phase, is_waiting = phase_of(ints), bool(ints[_WAITS])
     parts = [_PHASES.get(phase, "")]
@@ -163,7 +161,7 @@ def phase_of(ints: Sequence[int]) -> Phase:
 
 
 def is_settled(ints: Sequence[int]) -> bool:
-    """True if a first step has been made there."""
+    """Return True if the rank has made its first step."""
     return bool(ints[_SETTLED])
 
 
@@ -172,4 +170,4 @@ def waits(ints: Sequence[int]) -> bool:
 
 
 POSITION = Position()
-"""Of this process. A rank is a process, so there is one."""
+"""The position of this process, which is one rank."""

@@ -1,16 +1,16 @@
-"""Ranks that train on one batch: digests of it, and of what replicas have learned.
+"""Checks that all ranks have the same batch, and copies of parameters the same values.
 
-Every rank takes its slices from the same batch, and copies of a parameter get the same sums. So a
-rank with other data, or a copy that has drifted away, is wrong and nothing else shows it::
+Every rank takes its slices from the same batch, and copies of a parameter get the same sums. If a
+rank has other data, or a copy has drifted away, results are wrong and nothing else shows it::
 
-    first step        everybody's digest, gathered     refused before anything travels
-    every batch       its digest in a few integers     compared by whoever watches the ranks
-    every step        (digest, its square) in the totals: all are alike if and only if
+    first step        digests of all ranks, gathered   refused before any message
+    every batch       its digest in a few integers     compared by the watch of the ranks
+    every step        (digest, its square) in the totals: all are equal if and only if
                       n * sum of squares = square of the sum
     every 100 steps   copies of parameters, gathered
 
-A batch of another size has other messages, and ranks that wait for them come to no totals. So who
-watches them (``launch``, ``StoreWatch``) sees from outside that they have begun different ones.
+A batch of another size has other messages, and ranks that wait for them never come to the totals.
+So the watch (``launch``, ``StoreWatch``) sees from outside that ranks have begun different batches.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 
 BatchCheck = Literal["sampled", "full"]
-"""Values of a batch that are compared between ranks: some of each tensor on the CPU, or all."""
+"""Values of a batch that ranks compare: some of each tensor on the CPU, or all."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDigests:
-    """Sizes of digests of batches, and of the integers that tell them.
+    """Sizes of digests of batches, and of the integers that publish them.
 
     Attributes:
-        bits: bits of a digest; its square, summed over thousands of ranks, still is a
-            whole number of a float64.
-        sampled: values of each tensor of a batch that its digest has, evenly spread.
-        recent_ints: integers of one rank's last batches: how many a rank may be ahead of
-            another and be compared.
-        key_bits: bits of such an integer that say which batch it is; those of the digest
-            follow. Both are written at once; 0 is none.
-        wait_s: seconds that the watch waits for more ranks to begin a batch of which two
-            have different ones.
+        bits: bits of a digest; the sum of its square over thousands of ranks is still exact in
+            float64.
+        sampled: values of each tensor of a batch in its digest, evenly spread.
+        recent_ints: integers for one rank's last batches: by as many batches a rank may be ahead of
+            another one and be compared.
+        key_bits: bits of such an integer that identify the batch; the bits of the digest follow.
+            Both are written at once; 0 stands for no batch.
+        wait_s: seconds for which the watch waits for more ranks to begin a batch that differs
+            between two ranks.
     """
 
     bits: int = 20
@@ -60,16 +60,16 @@ class BatchDigests:
 DIGESTS = BatchDigests()
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer types by the bytes of an element; of more bytes it is several of 8."""
+"""Bytes of an element -> integer type; larger elements are several integers of 8 bytes."""
 
 
 def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> bytes:
-    """16 bytes from names, types, sizes and some values of a batch; values on a GPU are left out,
-    because looking at them would wait for it. Where a rank reads only columns of a batch, its
-    sample numbers stand for the values.
+    """Return 16 bytes from names, types, sizes and some values of a batch. Values on a GPU are left
+    out, because reading them would wait for it. If a rank reads only columns of a batch, sample
+    numbers stand for the values.
 
     Args:
-        every_value: the digest has all values, also those on a GPU.
+        every_value: include all values, also those on a GPU.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
@@ -91,17 +91,17 @@ def _some_values(leaf: Tensor) -> bytes:
 
 
 def small_digest(digest: bytes) -> int:
-    """The number of ``DIGESTS.bits`` that stands for a digest in sums and recent batches."""
+    """Return the ``DIGESTS.bits`` bits that stand for a digest in sums and recent batches."""
     return int.from_bytes(digest[:8], "big") >> (64 - DIGESTS.bits)
 
 
 def all_alike(count: int, total: float, squares: float) -> bool:
-    """True if all numbers are equal, by their count, their sum and the sum of their squares."""
+    """Return True if numbers are equal, by their count, their sum and the sum of their squares."""
     return count * int(squares) == int(total) ** 2
 
 
 def copies_digest(copies: Collection[Tensor]) -> int:
-    """A number from all bits of some tensors, the same for equal ones; one look at a device."""
+    """Return a number from all bits of some tensors, equal for equal ones, with one device read."""
     sums: list[Tensor] = []
     for copy in copies:
         words = copy.detach().contiguous().view(-1).view(_WORDS.get(copy.itemsize, torch.int64))
@@ -119,29 +119,29 @@ class RecentBatches:
         self._ints = memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q")
 
     def share(self, ints: memoryview) -> None:
-        """Keep them in memory that another process reads."""
+        """Keep the integers in memory that another process reads."""
         self._ints = ints
 
     def note(self, run: int, number: int, digest: bytes) -> None:
-        """Note that batch ``number`` of a run begins; ``run`` is drawn, the same on all ranks."""
+        """Note that batch ``number`` begins; ``run`` is a random number, equal on all ranks."""
         key = (run + number) % 2**DIGESTS.key_bits
         self._ints[number % DIGESTS.recent_ints] = (key << DIGESTS.bits | small_digest(digest)) + 1
 
     @property
     def numbers(self) -> list[int]:
-        """The integers as they are now."""
+        """The current integers."""
         return list(self._ints.tolist())
 
 
 RECENT_BATCHES = RecentBatches()
-"""Of this process. A rank is a process, so there is one."""
+"""The last batches of this process, which is one rank."""
 
 
 class BatchWatch:
     """Compares the batches that ranks have begun, from outside.
 
     Args:
-        num_ranks: how many there are to hear of.
+        num_ranks: number of ranks to compare.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -157,8 +157,8 @@ class BatchWatch:
     def difference(self, now: float, *, is_over: bool = False) -> str:
         """Return the reason to stop if ranks have begun different batches; empty otherwise.
 
-        While others may still begin the same batch, of which more than one rank must be known to
-        tell which is the odd one, it says nothing for a moment, unless the run ``is_over``.
+        It waits for a moment while other ranks may still begin the same batch, since only several
+        ranks show which one is odd, unless the run ``is_over``.
         """
         by_batch: dict[int, dict[int, int]] = {}
         for rank, seen in self._seen.items():
@@ -185,8 +185,8 @@ def _refusal(odd: str) -> str:
 
 
 def require_same_batch(mesh: Mesh, digest: bytes) -> None:
-    """Accept a batch that all ranks have alike; a DataError on every rank names those that have
-    another one. All ranks call it together.
+    """Refuse a batch that differs between ranks; a DataError on every rank names the odd ones. All
+    ranks call it together.
     """
     if mesh.size > 1 and (odd := odd_ones(mesh.gather(digest.hex()), range(mesh.size))):
         raise DataError(_refusal(odd))
@@ -195,14 +195,14 @@ def require_same_batch(mesh: Mesh, digest: bytes) -> None:
 def require_same_copies(
     mesh: Mesh, held: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Accept parameters whose copies are equal, bit for bit.
+    """Refuse parameters whose copies are not equal, bit for bit.
 
     Args:
         held: parameter -> the ranks that hold it, the same on all ranks.
-        parameters: those of this rank.
+        parameters: parameters of this rank.
 
     Raises:
-        TrainingError: on every rank, naming those whose copies differ.
+        TrainingError: on every rank, naming the ranks whose copies differ.
     """
     copies: dict[tuple[int, ...], list[Tensor]] = {
         ranks: [] for ranks in sorted({*held.values()}) if len(ranks) > 1
@@ -229,7 +229,7 @@ def odd_ones(values: Sequence[object], ranks: Sequence[int]) -> str:
         groups.setdefault(value, []).append(rank)
     if len(groups) == 1:
         return ""
-    # Of two equal groups the one with the first rank counts as right.
+    # Of two groups of one size the one with the first rank counts as right.
     most = max(groups.values(), key=lambda group: (len(group), -group[0]))
     return ranks_have(sorted(r for group in groups.values() if group is not most for r in group))
 

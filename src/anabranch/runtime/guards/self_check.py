@@ -1,11 +1,11 @@
-"""Two micro-batches through the pipeline and through the user's own module, before the first step.
+"""Check of two micro-batches against the user's own module, before the first step.
 
-Tracing can lose what Python does behind its back, and a loss may be another one for two halves than
-for a whole; a wrong gradient trains silently. So rank 0 runs the user's module on the samples of
-both micro-batches at once, and two numbers per parameter are compared: the norm of the gradient,
-and its product with a fixed series of signs. Then it calls the module again, for the same loss.
-Both sides compute without compute options and without dropout. Replicas stay idle. With batch
-normalisation, whose statistics are those of a micro-batch, there is one micro-batch.
+Tracing can lose work that Python does outside of it, and the loss of two halves may differ from
+that of a whole; a wrong gradient trains silently. So rank 0 runs the user's module on the samples
+of both micro-batches at once, and two numbers per parameter are compared: the norm of the gradient,
+and its product with a fixed series of signs. Then it calls the module again, to see if the loss is
+the same. Both sides compute without compute options and without dropout. Replicas stay idle. With
+batch normalisation, whose statistics are those of a micro-batch, there is one micro-batch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ class Tolerances:
     """Shares by which gradients may differ.
 
     Attributes:
-        coarse: largest difference relative to a gradient's norm. The coarse one is for half
-            precision, and for float32 on a GPU, whose products may be rounded to TF32.
-        noise: differences below this share of the norm of all gradients are rounding,
-            whatever they are relative to.
+        coarse: largest difference relative to a gradient's norm, for half precision, and for
+            float32 on a GPU, whose products may be rounded to TF32.
+        noise: differences below this share of the norm of all gradients are always rounding.
     """
 
     coarse: float = 1e-2
@@ -65,7 +64,7 @@ class Tolerances:
 
 _TOLERANCES = Tolerances()
 _SIGNS = torch.randn(1009, generator=torch.Generator().manual_seed(0)).sign().double()
-"""Repeated along a gradient; a prime number, so that no dimension of it has their period."""
+"""Signs, repeated along a gradient; their number is prime, so that no dimension has this period."""
 
 _ALL_THE_SAME = "--no-check-gradients (check_gradients=False) trains all the same"
 
@@ -79,14 +78,14 @@ def compare_with_eager(
     home: torch.device,
 ) -> str:
     """Compare loss and gradients of the first samples of a batch, unless the model draws random
-    numbers besides dropout; the whole model was at ``home``, and runs there.
+    numbers besides dropout; the whole model was on ``home``, and runs there.
 
     Returns:
-        What was found, in a line.
+        The result, in a line.
 
     Raises:
-        TrainingError: on every rank, naming the parameter that differs most; or if the module's
-            loss is another one at its second call.
+        TrainingError: on every rank, naming the parameter that differs most; or if the second call
+            of the module has another loss.
     """
     captured = steps.captured
     module = captured.module
@@ -158,8 +157,8 @@ def compare_with_eager(
 
 
 def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, int]]:
-    """The samples of two micro-batches, as small as the smallest of the plan; of one, of two
-    samples at least, with batch normalisation, or where there are no more samples.
+    """Return the samples of two micro-batches, as small as the smallest slice of the plan; of one
+    with at least two samples, with batch normalisation or too few samples.
     """
     available = num_samples(leaves)
     size = max(1, min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages))
@@ -176,7 +175,7 @@ def _any_random(worker: Worker, mesh: Mesh) -> bool:
 
 
 def _digest(gradient: Tensor | None) -> Tensor:
-    """Norm, and product with signs of no order; a softmax has gradients with sums of zero."""
+    """Return norm, and product with random signs, as the plain sum is zero behind a softmax."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
     flat = entries(dense(gradient).detach()).reshape(-1).double().cpu()
@@ -193,8 +192,8 @@ def _difference(
     eager: Tensor,
     tolerances: Mapping[torch.dtype, float],
 ) -> str:
-    """The parameter whose gradient differs most by more than rounding, ``loss`` if only the loss
-    does, or nothing.
+    """Return the parameter whose gradient differs most, by more than rounding; ``loss`` if only the
+    loss does; empty if nothing does.
     """
     floor = _TOLERANCES.noise * float(torch.linalg.vector_norm(eager[:-1, 0])) + 1e-30
     norms = dict(zip(names, torch.maximum(eager[:, 0], own[:, 0]).tolist(), strict=False))
@@ -213,7 +212,7 @@ def _difference(
 def _sliced(
     captured: Captured, ours: float, theirs: float, cuts: list[tuple[int, int]]
 ) -> TrainingError:
-    """Micro-batches make another loss, and the graph does not tell why."""
+    """Return the error for micro-batches with another loss, though the graph shows no reason."""
     size = cuts[-1][1]
     suspects = " or ".join(captured.foreign) or "an index along them or a hook on a parameter"
     return TrainingError(
@@ -227,7 +226,7 @@ def _sliced(
 
 
 def _other(worst: str, names: list[str], own: Tensor, eager: Tensor, size: int) -> TrainingError:
-    """The pipeline is not the module."""
+    """Return the error for a pipeline that computes something else than the module."""
     losses = f"{float(own[-1, 0]):.6g}, in one process {float(eager[-1, 0]):.6g}"
     if worst == "loss":
         what, numbers = "loss", f"{losses} (first {size} samples)"

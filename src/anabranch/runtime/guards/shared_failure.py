@@ -22,7 +22,7 @@ class SharedFailure:
     """One rank's view of the first failure.
 
     Attributes:
-        is_closed: whether the rank has left the run, and tells nothing any more.
+        is_closed: whether the rank has left the run, and publishes nothing any more.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -48,18 +48,18 @@ class SharedFailure:
             raise
 
     def publish(self, error: BaseException) -> None:
-        """Write down why this rank ends, unless another rank was the first."""
+        """Write the reason why this rank ends, unless another rank was the first."""
         if self.is_closed:
             return
         failure = Failure.of(error, self._rank)
-        # A store that is gone cannot be told anything; the error itself must still reach the user.
+        # The store may be gone; the error itself must still reach the user.
         with suppress(RuntimeError, ValueError):
             run_store().compare_set(FAILURE_KEY, "", f"{self._rank}: {failure.message}")
 
     def _explained(self, lost: PeerLostError) -> BaseException:
-        """Return what to raise on a rank whose connections broke; another rank has the cause.
+        """Return the exception for a rank whose connections broke; another rank has the cause.
 
-        Under torchrun a rank leaves quietly if the cause is told; local ones report to their
+        Under torchrun a rank leaves quietly if the cause is published; local ranks report to their
         parent.
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -86,5 +86,5 @@ def failure_in(store: Store) -> str:
 
 
 def stops_because_of(failure: str, rank: int) -> str:
-    """Text for the end of a rank that another one's failure ends."""
+    """Return the text for a rank that ends because another one has failed."""
     return f"rank {rank} stops, because rank {failure.partition(':')[0]} failed"

@@ -21,7 +21,7 @@ Mark = torch.Event | float
 
 _SIZE, _ACCELERATOR_SIZE, _REPEATS = 256, 2048, 15
 """Rows of square matrices whose product takes a millisecond or so, on the CPU and on an
-accelerator, and products of which the quicker half counts.
+accelerator, and number of products; the quicker half counts.
 """
 
 
@@ -29,7 +29,7 @@ class Clock:
     """Clock of one device: of a GPU while it records, of the host otherwise.
 
     Args:
-        event: puts an event into the compute stream of a GPU; None for a CPU.
+        event: records an event in the compute stream of a GPU; None for a CPU.
     """
 
     def __init__(self, event: Callable[[], torch.Event] | None = None) -> None:
@@ -52,7 +52,7 @@ class Clock:
             self._records = False
 
     def mark(self) -> Mark:
-        """Mark the moment behind everything that the device has been given so far."""
+        """Mark the moment behind all work that the device has been given so far."""
         return self._event() if self._event is not None and self._records else perf_counter()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
@@ -74,9 +74,9 @@ def clock_of(place: torch.device) -> Clock:
 
 
 def yardstick_s(place: torch.device) -> float:
-    """Measure a fixed piece of work, which shows how fast each device is if all ranks do it at the
-    same time. Its quick half counts: what interrupts a process is none of its device's slowness,
-    but what shares the processor with it is.
+    """Measure a fixed piece of work, which shows the speed of each device if all ranks do it at the
+    same time. The quicker half counts: interruptions do not make a device slow, but processes that
+    share its processor do.
     """
     size = _ACCELERATOR_SIZE if accelerator.is_on_accelerator(place) else _SIZE
     matrix = torch.ones(size, size, device=place)

@@ -1,16 +1,16 @@
 """The most memory that a rank's tensors take in a step, measured.
 
-A GPU's allocator knows. On a CPU the process's own figures hold code, pages that the allocator
-keeps, and memory that ranks share. So one step is run with every operation watched, and the
-storages that are alive are added up::
+On a GPU the allocator tells. On a CPU the figures of the process include code, pages that the
+allocator keeps, and memory that ranks share. So one step is run with every operation watched, and
+the storages that are alive are added up::
 
     before     parameters, buffers, optimizer state
-    on top     what operations make or are handed, from when it is first seen until nobody, autograd
-               included, has it any more
+    on top     results and arguments of operations, from when they are first seen until nothing,
+               autograd included, refers to them any more
 
-A prediction speaks of the same (``CostModel.device_bytes``). What a kernel takes inside is not
-seen, nor are messages on their way. The batch does not count: every rank has it at hand. The step
-takes several times as long.
+A prediction counts the same (``CostModel.device_bytes``). Memory inside a kernel is not seen, nor
+are messages on their way. The batch does not count, as every rank has it anyway. The step takes
+several times as long.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from anabranch.profile.storages import Storages, TensorWatch
 
 
 class PeakMemory:
-    """Measures one step.
+    """Measurement of one step.
 
     Args:
         held: tensors that are there before and count.
+        ignored: tensors that do not count.
     """
 
     def __init__(

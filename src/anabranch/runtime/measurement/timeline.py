@@ -1,10 +1,10 @@
-"""Measured timelines: when the actions of all ranks began and ended, gathered afterwards.
+"""Measured timelines: starts and ends of the actions of all ranks, gathered afterwards.
 
-Of a step, each rank's clock starts at a barrier, so clocks of several machines need not agree.
+In a step, each rank's clock starts at a barrier, so clocks of several machines need not agree.
 
-Without a flush nothing may stand still for it, so there is no barrier. Every rank notes some
-mini-batches, and the figures are gathered with the next drain. It has all that it did from the
-first backward of them to their last forward; shown is the time for which all ranks have that::
+Without a flush a recording must not stop training, so there is no barrier. Every rank notes some
+mini-batches, gathered with the next drain. A rank has all its actions from the first backward of
+these mini-batches to their last forward; the timeline shows the time that all ranks have::
 
     2 to 7 noted    rank 0    F2    F3    F4  | B2 F5 B3 F6 B4 F7 |  B5    B6    B7
                     rank 1          F2 B2 F3  | B3 F4 B4 F5 B5 F6 |  B6 F7 B7
@@ -29,7 +29,7 @@ class StepRecording:
     """A step that is being recorded on all ranks.
 
     Args:
-        begun: when this rank began to read its batch, on the clock of ``time.perf_counter``.
+        begun: time at which this rank began to read its batch, by ``time.perf_counter``.
     """
 
     def __init__(self, mesh: Mesh, clock: Clock, begun: float) -> None:
@@ -49,7 +49,7 @@ class StepRecording:
 def gather_timeline(
     clock: Clock, outcome: Outcome, mesh: Mesh, start: float, end: float, lead: float = 0.0
 ) -> Timeline:
-    """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock.
+    """Gather the spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock.
 
     Args:
         lead: seconds of the step before the barrier, in which this rank read its batch; the longest
@@ -65,7 +65,7 @@ def gather_timeline(
 def _gathered(
     mesh: Mesh, clock: Clock, timed: Iterable[Timed], figures: list[float]
 ) -> tuple[list[list[float]], list[Span]]:
-    """Return some figures of each rank, and the spans of all of them, each by its rank's clock."""
+    """Return some figures of each rank, and the spans of all ranks, each by its rank's clock."""
     rows = [(str(action), *clock.seconds(marks)) for action, marks in timed]
     everybody = mesh.gather([figures, rows])
     spans = [
@@ -77,7 +77,7 @@ def _gathered(
 
 
 def _moved(spans: Iterable[Span], mesh: Mesh, zeros: Iterable[float]) -> list[Span]:
-    """Return spans with each rank's zero at 0."""
+    """Shift the spans of each rank so that its own zero is at 0."""
     zero = dict(zip(mesh.devices, zeros, strict=True))
     return [
         replace(span, start=span.start - zero[span.device], end=span.end - zero[span.device])
@@ -86,8 +86,8 @@ def _moved(spans: Iterable[Span], mesh: Mesh, zeros: Iterable[float]) -> list[Sp
 
 
 _ONE_CLOCK_S = 0.1
-"""Clocks that show the same time at the same moment, but for so much, are one: those of other
-machines began when these did.
+"""Clocks whose readings at one moment differ by less are one clock, that of one machine; clocks of
+other machines have begun at other times.
 """
 
 
@@ -118,7 +118,7 @@ class Recording:
             self._done.append((shifted, marks))
 
     def timeline(self, mesh: Mesh) -> Timeline | None:
-        """Gather the timeline of all ranks; None without a time that all have recorded."""
+        """Gather the timeline of all ranks; None if there is no time that all have recorded."""
         figures, spans = _gathered(mesh, self.clock, self._done, [perf_counter()])
         now = [own[0] for own in figures]
         if max(now) - min(now) > _ONE_CLOCK_S:
@@ -127,7 +127,7 @@ class Recording:
 
 
 def _cut(spans: list[Span], devices: tuple[int, ...]) -> Timeline | None:
-    """Cut spans to the time that all devices have in common, which then begins at 0."""
+    """Cut spans to the time that is common to all devices, and shift its start to 0."""
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
     for span in spans:

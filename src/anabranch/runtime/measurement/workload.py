@@ -1,13 +1,13 @@
-"""A workload as it is trained here: operators, updates and the reading of batches.
+"""Measurement of a workload on this machine: operators, updates and the reading of batches.
 
-An update is the look for gradients that are not finite, clipping and the optimizer. It goes through
-all of a rank's trainable parameters, so its time grows with their bytes and, where they are small,
-with their number::
+An update is the check for gradients that are not finite, clipping and the optimizer. It goes
+through all of a rank's trainable parameters, so its time grows with their bytes and, if they are
+small, with their number::
 
     seconds = fixed + per tensor * tensors + per byte * bytes
 
-Every rank reads all batches, between steps. What a loader reads ahead in processes of its own is no
-part of the seconds that reading takes, as in training.
+Every rank reads all batches, between steps. Reading ahead in a loader's own processes does not
+count, as in training.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ class MeasurementSizes:
 
     Attributes:
         batches: batches that are read.
-        budget_s: seconds of reading after which fewer do.
-        patience_s: seconds that reading may take in all; a loader may need some of them to start.
-            One that blocks must not hold up a plan for ever.
-        parameter_bytes: parameters that are updated for a measurement, at most; the largest ones
-            stay out.
-        cache_bytes: more than the caches of a processor core hold.
-        least_share: temporaries per byte of parameters below which an update is said to take none.
+        budget_s: seconds of reading after which no further batch is read.
+        patience_s: most seconds of reading in all, part of which a loader may need to start; a
+            loader that blocks must not hold up a plan for ever.
+        parameter_bytes: most bytes of parameters in a measured update; the largest are left out.
+        cache_bytes: more bytes than the caches of a processor core hold.
+        least_share: bytes of temporaries per byte of parameters below which an update has none.
         updates: updates that are timed.
-        updates_budget_s: seconds of updates after which fewer are.
+        updates_budget_s: seconds of updates after which no further update is timed.
     """
 
     batches: int = 8
@@ -76,16 +75,16 @@ def measure_workload(
     device: str = "cpu",
     **options: Any,
 ) -> Profile:
-    """Measure all that a step of a workload takes of a rank besides messages: the operators, as
-    ``measure`` does, updates by its own optimizer, and the reading of its data.
+    """Measure everything in a step of a rank except messages: the operators, as ``measure`` does,
+    updates by the workload's own optimizer, and the reading of its data.
 
     Args:
-        captured: the captured module, where the caller has it; captured anew otherwise.
-        samples: as for ``measure``, as are ``device`` and the other options; batches are read of
-            the largest.
+        captured: the captured module, if the caller has it.
+        samples: see ``measure``, also for ``device`` and the other options; batches of the largest
+            count are read.
 
     Raises:
-        CaptureError: if the module cannot be captured; for the rest see ``measure``.
+        CaptureError: if the module cannot be captured; for other errors see ``measure``.
     """
     captured = captured or capture_workload(workload)
     return replace(
@@ -96,10 +95,10 @@ def measure_workload(
 
 
 def measure_reading(workload: Workload, samples: int) -> float:
-    """Seconds per sample, from batches of so many; 0 for a workload without data, and for data that
-    takes too long, with a warning.
+    """Measure the seconds of reading per sample, from batches of ``samples``; 0 for a workload
+    without data, and for data that takes too long, with a warning.
 
-    The random state is left as it was. Data that raises is training's to report.
+    The random state is left as it was. Errors of the data are left for training to report.
     """
     data = workload.data
     if data is None:
@@ -112,7 +111,7 @@ def measure_reading(workload: Workload, samples: int) -> float:
         except Exception:
             seconds.append(0.0)
 
-    # What blocks can only be left behind; a daemon does not hold up the end of the process.
+    # A blocked reader can only be abandoned; a daemon does not hold up the end of the process.
     reader = threading.Thread(target=read, name="anabranch reading", daemon=True)
     with torch.random.fork_rng([]):
         reader.start()
@@ -128,7 +127,7 @@ def measure_reading(workload: Workload, samples: int) -> float:
 
 
 def reading_s(batches: Iterable[Batch]) -> float:
-    """The median of some batches behind the first, with which a loader starts."""
+    """Return the median seconds of some batches, without the first, with which a loader starts."""
     taken: list[float] = []
     begun = start = time.perf_counter()
     for _ in islice(batches, SIZES.batches):
@@ -146,8 +145,8 @@ def reading_s(batches: Iterable[Batch]) -> float:
 def measure_update(workload: Workload, *, device: torch.device | str = "cpu") -> UpdateCost:
     """Time updates of copies of a workload's parameters, with its own optimizer and clipping.
 
-    On one thread, as ranks have it. The user's model is left as it was. A model without trainable
-    parameters costs nothing.
+    They run on one thread, as in ranks. The user's model is left as it was. A model without
+    trainable parameters costs nothing.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -168,7 +167,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
         chosen.append((name, parameter))
     if not chosen:
         return UpdateCost(0.0, 0.0, 0.0)
-    # The smallest one, the smaller half and all of them tell number and bytes apart.
+    # Updates of the smallest, of the smaller half and of all separate number from bytes.
     counts = sorted({1, -(-len(chosen) // 2), len(chosen)})
     rows, seconds = [], []
     for count in counts:
@@ -181,10 +180,10 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
 def _temporary(
     workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
 ) -> dict[str, float]:
-    """Measure the memory that updates take besides, as the fields of ``UpdateCost``.
+    """Measure the temporary memory of updates, as fields of ``UpdateCost``.
 
-    Those of the two largest parameters and of all of them tell apart what grows with all and what
-    is of one after the other, of which the one before may still be alive.
+    Updates of the two largest parameters and of all parameters separate memory that grows with all
+    of them from memory for one after the other, where the previous one may still be alive.
     """
     largest = named[-1][1].nbytes
     few, total = (sum(p.nbytes for _, p in part) for part in (named[-2:], named))
@@ -199,7 +198,7 @@ def _temporary(
 
 
 def _noted(share: float) -> float:
-    """A share without what norms and counts of steps take."""
+    """Return a share, or 0 if it is as small as that of norms and counts of steps."""
     return share if share >= SIZES.least_share else 0.0
 
 
@@ -216,7 +215,7 @@ class _TrialUpdate:
         refuse_unsupported(self._optimizer, None)
 
     def temporary_bytes(self) -> int:
-        """Bytes that an update takes besides parameters, gradients and the optimizer's state."""
+        """Return the bytes of an update besides parameters, gradients and optimizer state."""
         self._give_gradients()
         self._update()  # which makes the state
         held = [*self._held.values(), *gradients_of(self._held).values()]
@@ -230,13 +229,13 @@ class _TrialUpdate:
         return max(0, memory.peak_bytes - before)
 
     def seconds(self) -> float:
-        """Median seconds of an update."""
+        """Return the median seconds of an update."""
         other = torch.zeros(SIZES.cache_bytes // 4, device=self._place)
         taken: list[float] = []
         deadline = time.perf_counter() + SIZES.updates_budget_s
         for repeat in range(-2, SIZES.updates):
             self._give_gradients()
-            # The passes of a step leave nothing of the optimizer's state in the cache.
+            # As after the passes of a step, nothing of the optimizer's state is in the cache.
             other.add_(1)
             accelerator.synchronize(self._place)
             begun = time.perf_counter()
@@ -249,9 +248,8 @@ class _TrialUpdate:
         return statistics.median(taken)
 
     def _give_gradients(self) -> None:
-        """Give copies gradients of the kind that they have in training: rows where the optimizer
-        takes these alone (``SparseAdam``), or where a table has them and the optimizer is not
-        PyTorch's.
+        """Give copies gradients of the kind that they have in training: rows for ``SparseAdam``,
+        which takes nothing else, and for sparse tables if the optimizer is not PyTorch's.
         """
         optimizer, named = self._optimizer, self._workload.module.named_modules()
         has_rows = set(self._held) if isinstance(optimizer, torch.optim.SparseAdam) else set()
@@ -272,14 +270,14 @@ class _TrialUpdate:
             bad_names(gradients)
         else:
             (squares,) = squares_of([*gradients.values()])
-            # As if the norm were too large, which is when clipping costs something.
+            # As if the norm were too large, since only then clipping costs something.
             clip(self._held, float(squares), 1e-12)
         with naming_place("the optimizer of the Workload raised in an update,"):
             self._optimizer.step()
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost:
-    """Non-negative figures that fit the times; with few of them the first terms stay out."""
+    """Fit non-negative figures to the times; with too few times the first terms are left out."""
     for left_out in range(3):
         table = np.array(rows)[:, left_out:]
         if len(rows) < table.shape[1]:

@@ -1,1 +1,1 @@
-"""Numbers of a run: precision, random numbers, infinities and NaNs, activations on the host."""
+"""Numerics of a run: precision, random numbers, infinities and NaNs, activations on the host."""

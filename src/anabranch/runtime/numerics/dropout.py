@@ -29,15 +29,15 @@ from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 
 _CPU = torch.device("cpu")
 _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
-"""Operations whose numbers have the samples where their first argument has them."""
+"""Operations whose random numbers have samples in the same dimension as their first argument."""
 
 
 _CHANCES = ("p", "dropout_p", "dropout")
-"""Names of the arguments that say how much is dropped."""
+"""Names of the arguments with the probability of dropout."""
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether a call draws random numbers; dropout with p=0 or out of training does not."""
+    """Return True if a call draws random numbers; dropout with p=0 or out of training does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     options = arguments(node)
@@ -54,7 +54,7 @@ class BySample:
 
     @cached_property
     def _axes(self) -> list[tuple[fx.Node, SampleAxis | None]]:
-        """Per call of the model, the node that has the samples of its numbers, and where."""
+        """For each call of the model, the call itself and the sample axis of its random numbers."""
         samples = self._captured.programs.samples
         program = self._captured.programs.at(samples)
         other = self._captured.programs.at(2 * samples)
@@ -66,11 +66,11 @@ class BySample:
         return result
 
     def rewritten(self, program: StageProgram, samples: int) -> fx.GraphModule | None:
-        """A stage that takes the step's key and the first sample's place in the batch before its
-        own arguments, or None where it draws nothing.
+        """Return the stage with two arguments in front of its own: the step's key, and the place of
+        the first sample in the batch; None if it draws nothing.
 
         Raises:
-            CaptureError: naming the operation, if one cannot be rewritten.
+            CaptureError: naming an operation that cannot be rewritten.
         """
         module = program.module
         for name, inside in module.named_modules():
@@ -90,7 +90,7 @@ class BySample:
         for row, (new, old) in enumerate(pairs):
             self._replace(graph, new, old, rows, row, samples)
         result = fx.GraphModule(module, graph)
-        # On the device from now on: as a list it would be copied there in every micro-batch.
+        # A buffer on the device: a list would be copied there in every micro-batch.
         result.register_buffer("_counters", counters(calls, self._place), persistent=False)
         with graph.inserting_before(rows):
             rows.update_arg(2, graph.get_attr("_counters"))
@@ -158,16 +158,16 @@ _PLACES = {
     F.multi_head_attention_forward: (10, "dropout_p"),
     **dict.fromkeys(_RECURRENT, (5, "dropout")),
 }
-"""Functions that drop something out: which argument says how much, and its name. Whatever else they
-call is not seen.
+"""Function with dropout -> (position, name) of the argument with the probability. Functions that it
+calls inside are not seen.
 """
 
 
 class NoDropout(TorchFunctionMode):
-    """Inside, dropout returns what it is given, in a module that runs as it is.
+    """Inside, dropout returns its input, in an unchanged module.
 
-    Whoever compares two runs of a model that drops things out either lets both draw the same
-    numbers or lets neither draw. Other random numbers, such as noise, are left alone.
+    To compare two runs of a model with dropout, either both draw the same numbers or neither draws.
+    Other random numbers, such as noise, are not affected.
     """
 
     def __torch_function__(
@@ -176,7 +176,7 @@ class NoDropout(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _PLACES:
             at, name = _PLACES[func]
-            # A packed sequence has the sizes of its batches before the rest.
+            # With a packed sequence the sizes of its batches come before the other arguments.
             at += func in _RECURRENT and len(args) > at and not isinstance(args[3], bool)
             if len(args) > at:
                 args = (*args[:at], 0.0, *args[at + 1 :])
@@ -186,7 +186,7 @@ class NoDropout(TorchFunctionMode):
 
 
 def without_dropout(module: fx.GraphModule) -> fx.GraphModule:
-    """The same stage, which drops nothing."""
+    """Return the same stage without dropout."""
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

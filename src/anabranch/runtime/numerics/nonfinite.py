@@ -3,8 +3,8 @@
 Every step checks the loss and, in one pass, all gradients of parameters. An infinity that a later
 operation removes again, as in a mask, does no harm.
 
-When all ranks know that a step was bad, most of its tensors are gone. The largest numbers of those
-between stages are kept (``Outcome.bad_values``). The first in the order of the step is named::
+When all ranks know that a step was bad, most of its tensors are gone. The largest number of each
+tensor between stages is kept (``Outcome.bad_values``). The first one in the step's order is named::
 
     stage 0   F0  F1  F2* F3          forward before backward, forwards along the stages,
     stage 1       F0  F1  F2* F3      backwards against them: 0F2 is the first
@@ -33,12 +33,12 @@ _UNKNOWN = 2**31
 
 
 class Finding(NamedTuple):
-    """Numbers that are not finite, in one place; the least finding is the likeliest cause.
+    """A tensor with numbers that are not finite; the least finding is the likeliest cause.
 
     Attributes:
         phase: 0 in a forward, 1 in a backward.
         place: the stage, in a backward its negative.
-        microbatch: of that stage; ``_UNKNOWN`` for a parameter, whose gradients have been added up.
+        microbatch: micro-batch of that stage; ``_UNKNOWN`` for the summed gradient of a parameter.
         what: kind of tensor.
         which: index of the value in the model's graph, or of the parameter from the last one.
     """
@@ -59,7 +59,7 @@ _NOTHING = Finding(2, 0, 0, 0, 0)
 
 
 def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Names of gradients that are not finite: one pass over all, and one wait for the device."""
+    """Return the names of gradients that are not finite, with one wait for the device."""
     norms = GradientNorms(gradients)
     return norms.bad(fetched(norms.tensors))
 
@@ -72,7 +72,7 @@ class Trace:
     ) -> None:
         self._captured, self._stages, self._holders = captured, stages.stages, holders
         self._mesh = mesh
-        # Backward comes to the last parameters first.
+        # A backward begins with the last parameters.
         self._names = list(captured.parameters())[::-1]
 
     def error(
@@ -86,9 +86,9 @@ class Trace:
         """Return the error of a batch, the same on every rank.
 
         Args:
-            findings: those of this rank.
-            consequence: what has become of the parameters.
-            advice: what helps where nothing in the batch is to blame.
+            findings: findings of this rank.
+            consequence: words for the state of the parameters.
+            advice: advice if the batch is not to blame.
         """
         firsts = self._mesh.gather(min(findings, default=_NOTHING))
         cause = min(Finding(*first) for first in firsts)
@@ -96,7 +96,7 @@ class Trace:
         return NonFiniteError(f"{text}; {consequence}; {_data_advice(leaves, when) or advice}")
 
     def findings(self, outcome: Outcome) -> list[Finding]:
-        """Return what this rank knows of a bad batch."""
+        """Return the findings of this rank in a bad batch."""
         findings = [
             Finding(1, -stage, microbatch, _GRADIENT, value)
             if is_gradient
@@ -140,7 +140,7 @@ class Trace:
 
 
 def _data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
-    """Advice where the batch itself is the cause, else empty; minus infinity may be a mask."""
+    """Return advice if the batch itself is the cause, else empty; minus infinity may be a mask."""
     for leaf in leaves.values():
         harmful = leaf.isnan() | (leaf == math.inf)
         if harmful.any():
@@ -149,7 +149,7 @@ def _data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
 
 
 def _in_batch(leaves: Mapping[str, Tensor]) -> str:
-    """The first sample of the batch that is bad itself, as text."""
+    """Return words on the first sample of the batch that is not finite itself, or empty."""
     for name, leaf in leaves.items():
         if leaf.is_floating_point() and not leaf.isfinite().all():
             sample = _first_sample(~leaf.isfinite())

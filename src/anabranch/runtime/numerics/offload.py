@@ -3,14 +3,14 @@
     main stream   F0 ------ F1 ------ F2 ------        B0 ------ ...
     side stream       copies of 0 ->    of 1 ->  ...   <- copies of 0, a few ahead of their use
 
-A tensor that autograd saves is copied into pinned memory, once however often it is saved. What is
-there anyway (parameters, what has arrived, the batch) stays. Forwards wait for copies that lag, so
-no more than those of ``behind`` micro-batches are on the device as well; a backward that comes
-sooner finds its tensors there. All memory is the main stream's, which waits for each copy before
-it is used again: no allocation depends on how far ahead the host is.
+A tensor that autograd saves is copied into pinned memory, once however often it is saved. Tensors
+that are there anyway (parameters, received values, the batch) stay. Forwards wait for copies that
+lag, so at most the tensors of ``behind`` micro-batches are on the device as well; a backward that
+comes sooner finds its tensors there. All memory belongs to the main stream, which waits for each
+copy before the memory is used again: no allocation depends on how far ahead the host is.
 
-Backward takes tensors in about the opposite order, so with each the ones saved just before it are
-fetched as well.
+A backward takes tensors in about the opposite order, so together with each tensor the ones saved
+just before it are fetched.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class OffloadSettings:
     """Tuned numbers of the offload.
 
     Attributes:
-        ahead: tensors that are fetched before backward asks for them.
+        ahead: tensors that are fetched before the backward asks for them.
         behind: micro-batches whose tensors may be on the device while they are copied.
-        smallest_bytes: a copy of less costs more than it frees.
+        smallest_bytes: least bytes of a tensor that is copied; a smaller copy is not worth it.
     """
 
     ahead: int = 3
@@ -47,7 +47,7 @@ SETTINGS = OffloadSettings()
 
 
 class Offload:
-    """Keeps what autograd saves of a stage on a GPU on the host, but for what is there anyway."""
+    """Keeps tensors that autograd saves on a GPU on the host, except those that are held anyway."""
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)
@@ -80,7 +80,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor: an entry, and how it lies in it if that is a whole storage."""
+    """A saved tensor: its entry, and its layout in it if the entry is a whole storage."""
 
     entry: _Entry
     size: torch.Size
@@ -99,7 +99,7 @@ class Saved:
         self._copied: torch.Event | None = None
 
     def pack(self, tensor: Tensor) -> _View | Tensor:
-        """Start the copy to the host, unless there is one."""
+        """Start the copy to the host, unless it was started before."""
         small = tensor.nbytes < SETTINGS.smallest_bytes
         if small or tensor.layout is not torch.strided:
             return tensor
@@ -109,7 +109,7 @@ class Saved:
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         is_plain = not (tensor.is_complex() or tensor.is_neg())
         is_whole = is_plain and tensor.nbytes == storage.nbytes()
-        # The reference keeps the number of the storage from being given to another one.
+        # The reference below keeps the storage's number from being reused.
         key = (
             storage._cdata,
             tensor._version,
@@ -126,7 +126,7 @@ class Saved:
         return _View(entry, size, stride, offset if is_whole else -1)
 
     def unpack(self, saved: _View | Tensor) -> Tensor:
-        """The tensor on its device again."""
+        """Return the tensor, on its device again."""
         if isinstance(saved, Tensor):
             return saved
         entry = saved.entry
@@ -140,12 +140,12 @@ class Saved:
         return tensor.as_strided(saved.size, saved.stride, saved.offset)
 
     def end(self) -> None:
-        """The forward has ended; all copies have been started."""
+        """End the forward; all copies have been started."""
         self._known.clear()
         self._copied = self._stream.record_event()
 
     def release(self) -> None:
-        """Have the device wait for the copies, and give the memory of the tensors back."""
+        """Let the device wait for the copies, and free the memory of the tensors."""
         left = [entry for entry in self._entries if entry.tensor is not None]
         if left and self._copied is not None:
             accelerator.current_stream(left[0].device).wait_event(self._copied)
@@ -157,8 +157,8 @@ class _Entry:
     """One saved storage, or a part of it.
 
     Attributes:
-        users: saved tensors that it stands for.
-        tensor: itself, while it is still on the device.
+        users: number of saved tensors for which it stands.
+        tensor: the tensor itself, while it is still on the device.
     """
 
     def __init__(self, index: int, tensor: Tensor, stream: torch.Stream) -> None:
@@ -167,7 +167,7 @@ class _Entry:
         self._back: Tensor | None = None
         self._ready: torch.Event | None = None
         self.tensor: Tensor | None = tensor
-        # It keeps the strides of a dense tensor, so views and kernels find what they knew.
+        # It keeps the strides of a dense tensor, so views and kernels find the same layout.
         self._host = accelerator.host_like(tensor)
         stream.wait_stream(accelerator.current_stream(self.device))
         with stream:
@@ -175,15 +175,15 @@ class _Entry:
 
     @property
     def is_taken(self) -> bool:
-        """True if all that it stands for was asked for."""
+        """True if all tensors for which it stands have been taken."""
         return self._taken >= max(self.users, 1)
 
     def fetch(self) -> None:
-        """Start the copy back, unless it is under way, or the tensor still there."""
+        """Start the copy back, unless it is under way or the tensor is still there."""
         if self._back is not None or self.tensor is not None:
             return
         self._back = torch.empty_like(self._host, device=self.device)
-        # The memory may have been something else's until now.
+        # The memory may have been in use for something else until now.
         self._stream.wait_stream(accelerator.current_stream(self.device))
         with self._stream:
             self._back.copy_(self._host, non_blocking=True)
@@ -198,5 +198,5 @@ class _Entry:
             accelerator.current_stream(self.device).wait_event(self._ready)
             self._ready = None
         if self.is_taken:
-            self._back = None  # the tensor itself, whose copy may be under way, goes in ``release``
+            self._back = None  # ``self.tensor``, whose copy may be under way, goes in ``release``
         return tensor

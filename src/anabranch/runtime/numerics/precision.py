@@ -19,8 +19,8 @@ class LossScale:
 
     Gradients of half-precision activations underflow below 6e-8, so the loss is scaled before the
     backwards and the parameters' gradients are divided after them. An overflow anywhere multiplies
-    it by ``backoff`` on all ranks, and the step is left out; a ``streak`` of ``interval`` steps
-    without one multiplies it by ``growth``.
+    the scale by ``backoff`` on all ranks, and the step is left out; a ``streak`` of ``interval``
+    steps without overflow multiplies it by ``growth``.
     """
 
     scale: float = 2.0**16
@@ -30,24 +30,24 @@ class LossScale:
     interval: int = 2000
 
     LEAST = 2.0**-16
-    """An overflow below this scale is no matter of scale."""
+    """An overflow at or below this scale is not due to the scale."""
 
     def unscale(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
-        """Divide gradients in place; a number, zero unless all are finite, if there are any."""
+        """Divide gradients in place; return a tensor, 0 unless all are finite, if there are any."""
         held = [gradient for gradient in gradients if gradient is not None]
         values = [gradient._values() if gradient.is_sparse else gradient for gradient in held]
         values = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel()]
         if not values:
             return []
         place = values[0].device
-        by_entry = accelerator.has_streams(place)  # the fastest of those that never overflow
+        by_entry = accelerator.has_streams(place)  # the fastest norm that never overflows
         kind = (math.inf, None) if by_entry else (2.0, accelerator.wide(place))
         norms = torch.stack(torch._foreach_norm(values, *kind))
         torch._foreach_mul_(values, 1.0 / self.scale)
         return [norms.isfinite().all()]
 
     def update(self, overflow: bool) -> None:
-        """After a step; NonFiniteError if gradients are not finite at the smallest scale."""
+        """Update the scale after a step; NonFiniteError for an overflow at the smallest scale."""
         if not overflow:
             self.streak += 1
             if self.streak == self.interval:

@@ -7,12 +7,12 @@ SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 
 counter hashed by two multiplications of 64-bit integers, so all numbers of a tensor are made at
 once, with the same bits on every device.
 
-A value's elements are seen as ``[before, samples, after]`` (``blocks``); a sample's are counted
-through before and after. A value without samples draws from the stream of the operation.
+A value is seen as ``[before, samples, after]`` (``blocks``); the elements of a sample are numbered
+over before and after. A value without samples draws from the stream of the operation.
 
 ATen's random operations follow by their definitions; ``DRAWS`` has them by name. Each takes a site
-(``RandomSite``), then the operation's own arguments. All are in training: a call out of training
-draws nothing (``dropout.draws``).
+(``RandomSite``), then the operation's own arguments. All are in training mode: a call out of
+training draws nothing (``dropout.draws``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def exact_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _signed(number: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     number &= _MASK
     return number - 2**64 if number >= 2**63 else number
 
@@ -44,7 +44,7 @@ _STEP, _TIMES_1, _TIMES_2 = _signed(_GOLDEN), _signed(_FIRST), _signed(_SECOND)
 
 
 def mix(number: int) -> int:
-    """SplitMix64's finaliser, on an unsigned 64-bit number."""
+    """Apply SplitMix64's finaliser to an unsigned 64-bit number."""
     number = ((number ^ number >> 30) * _FIRST) & _MASK
     number = ((number ^ number >> 27) * _SECOND) & _MASK
     return number ^ number >> 31
@@ -56,12 +56,12 @@ def step_key(seed: int, step: int) -> int:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Logical shift to the right; that of int64 repeats the sign."""
+    """Shift to the right without sign, unlike the shift of int64."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    # In place where it can be: for large masks memory is what takes the time.
+    # In place where possible: for large masks memory takes the time.
     bits = _shifted(bits, 30).bitwise_xor_(bits).mul_(_TIMES_1)
     bits = _shifted(bits, 27).bitwise_xor_(bits).mul_(_TIMES_2)
     return _shifted(bits, 31).bitwise_xor_(bits)
@@ -73,14 +73,14 @@ def counters(calls: Sequence[int], place: torch.device) -> Tensor:
 
 
 def streams(key: Tensor, start: Tensor, counters: Tensor, samples: int) -> Tensor:
-    """Streams of all random operations of a stage in a micro-batch.
+    """Return the streams of all random operations of a stage in a micro-batch.
 
     Args:
         key: ``step_key`` as an int64 tensor of shape [].
-        start: the first sample's place in the batch, likewise.
+        start: place of the first sample in the batch, as an int64 tensor of shape [].
 
     Returns:
-        int64 of shape [operations, 1 + samples]: first that of the operation itself.
+        int64 of shape [operations, 1 + samples]: the stream of the operation itself comes first.
     """
     own = _mix(key + counters).unsqueeze(1)
     order = torch.arange(1, samples + 1, device=key.device) + start
@@ -88,7 +88,12 @@ def streams(key: Tensor, start: Tensor, counters: Tensor, samples: int) -> Tenso
 
 
 class RandomSite(NamedTuple):
-    """A stage's random operation in a micro-batch; samples in ``blocks`` may be 0."""
+    """A random operation of a stage in a micro-batch.
+
+    Attributes:
+        streams: see the function ``streams``; ``row`` is the row of this operation.
+        blocks: (before, samples, after), with 0 samples for a value without samples.
+    """
 
     streams: Tensor
     row: int
@@ -101,43 +106,43 @@ class RandomSite(NamedTuple):
         return self.blocks[0] * self.blocks[2]
 
     def hashes(self, count: int) -> Tensor:
-        """64 random bits each, of shape [samples or 1, count]."""
+        """Return numbers of 64 random bits, of shape [samples or 1, count]."""
         samples = self.blocks[1]
         keys = self.streams[self.row, 1 : 1 + samples] if samples else self.streams[self.row, :1]
         counter = torch.arange(1, count + 1, device=keys.device) * _STEP
         return _mix(keys.unsqueeze(1) + counter)
 
     def _placed(self, numbers: Tensor) -> Tensor:
-        """From one row per sample to the value's own shape."""
+        """Reshape numbers from one row per sample to the shape of the value."""
         before, samples, after = self.blocks
         rows = numbers.reshape(max(samples, 1), before, after)
         return rows.transpose(0, 1).reshape(self.shape)
 
     def kept(self, probability: float) -> Tensor:
-        """Booleans that are true with a probability, to 32 bits; two of them from each hash."""
+        """Return booleans that are true with a probability, to 32 bits; each hash makes two."""
         halves = self.hashes(-(-self.per_sample // 2)).view(torch.int32)[:, : self.per_sample]
-        # The int32 begin at -2^31; the first share of them is true.
+        # Numbers of int32 begin at -2^31; the lowest ones, by the probability, are true.
         limit = round(probability * 2**32) - 2**31
         return self._placed(halves < limit if limit < 2**31 else halves == halves)
 
     def _uniform(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Numbers per sample in [0, 1), as ``exact_type`` of a type that holds them."""
+        """Return numbers per sample in [0, 1) that a type holds exactly, as its ``exact_type``."""
         size = _MANTISSA.get(dtype, 24)
         return _shifted(self.hashes(count), 64 - size).to(exact_type(dtype)) * 2.0**-size
 
     def uniform(self, dtype: torch.dtype) -> Tensor:
-        """Numbers in [0, 1), with as many bits as the type holds exactly."""
+        """Return numbers in [0, 1), with as many bits as the type holds exactly."""
         return self._placed(self._uniform(self.per_sample, dtype).to(dtype))
 
     def normal(self, dtype: torch.dtype) -> Tensor:
-        """Standard normal numbers, by Box and Muller; for half precision from float32."""
+        """Return standard normal numbers, by Box and Muller; for half precision from float32."""
         numbers = self._uniform(2 * self.per_sample, exact_type(dtype))
         first, second = numbers[:, : self.per_sample], numbers[:, self.per_sample :]
         radius = torch.sqrt(-2.0 * torch.log1p(-first))
         return self._placed((radius * torch.cos(2.0 * math.pi * second)).to(dtype))
 
     def integer(self, low: int, high: int, dtype: torch.dtype) -> Tensor:
-        """Integers in [low, high)."""
+        """Return integers in [low, high)."""
         numbers = _shifted(self.hashes(self.per_sample), 1) % (high - low) + low
         return self._placed(numbers.to(dtype))
 
@@ -156,7 +161,7 @@ def draw(
 
 
 def native_dropout(site: RandomSite, x: Tensor, p: float, *_: Any) -> tuple[Tensor, Tensor]:
-    """Dropout that returns what it kept as well."""
+    """Dropout that returns its mask as well."""
     keep = site.kept(1.0 - p)
     return torch.where(keep, x * (0.0 if p >= 1.0 else 1.0 / (1.0 - p)), 0.0), keep
 
@@ -188,7 +193,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with its weights in memory, where they are dropped."""
+    """Attention whose weights are computed as a tensor, for dropout."""
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
@@ -206,7 +211,7 @@ def attention(
 
 
 def bernoulli(site: RandomSite, x: Tensor, p: float | Tensor | None = None, **_: Any) -> Tensor:
-    """Ones with a probability: that given, or x itself."""
+    """Ones with a probability: ``p``, or x itself."""
     if isinstance(p, Tensor) or p is None:
         probability = x if p is None else p
         return (site.uniform(exact_type(probability.dtype)) < probability).to(x.dtype)
@@ -245,7 +250,7 @@ def normal_of(
 
 
 def exponential(site: RandomSite, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
-    """Exponential and above zero, whose logarithm Gumbel noise takes."""
+    """Exponential, and above zero, since Gumbel noise takes the logarithm."""
     exact = exact_type(x.dtype)
     numbers = site.uniform(exact).clamp_min(torch.finfo(exact).eps / 2)
     return (-torch.log1p(-numbers) / rate).to(x.dtype)
@@ -315,4 +320,4 @@ DRAWS: Mapping[str, Callable[..., Any]] = {
     "aten::randint": randint,
     "aten::randint_like": randint_like,
 }
-"""By name of the ATen operation; all others that draw cannot be had by sample."""
+"""Name of an ATen operation -> its function; other random operations cannot draw by sample."""
