@@ -37,6 +37,7 @@ class PeakMemory:
         self, place: torch.device, held: Iterable[Tensor], ignored: Iterable[Tensor] = ()
     ) -> None:
         self.peak_bytes = 0
+        self.storages: Storages | None = None
         self._place, self._held, self._ignored = place, list(held), list(ignored)
 
     @contextmanager
@@ -47,8 +48,8 @@ class PeakMemory:
             yield
             self.peak_bytes = torch.accelerator.max_memory_allocated(self._place)
             return
-        storages = Storages(self._held, self._ignored)
+        self.storages = storages = Storages(self._held, self._ignored)
         self._held.clear()
         with TensorWatch(storages.see):
             yield
-        self.peak_bytes = storages.peak_bytes
+        self.peak_bytes, self.storages = storages.peak_bytes, None
