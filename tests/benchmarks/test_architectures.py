@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from anabranch.graph import capture as graph_capture
 from anabranch.planner.auto import planner as auto
 from benchmarks.architectures import multimodal, planning
 from benchmarks.architectures.__main__ import examined
@@ -66,6 +67,10 @@ def test_a_step_is_that_of_the_whole_batch(
         layers["_PATCHES"] = "depth"
     for options, key in layers.items():
         monkeypatch.setattr(multimodal, options, {**getattr(multimodal, options), key: 1})
+    if name in ("Glm46V", "Mistral3"):
+        # For a comparison of the order of samples, which the gradients below are as well, these
+        # would be exported again, in evaluation.
+        monkeypatch.setattr(graph_capture, "_reordering", lambda captured: frozenset())
     found = examined(name)
     assert found["loss"] == kind
     assert found["loss_error"] < 1e-6

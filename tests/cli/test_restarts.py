@@ -99,7 +99,7 @@ def test_an_error_of_the_data_names_the_checkpoint_of_its_run(training: Training
 
 def test_survival_with_a_device_fewer_has_the_prediction_of_its_plan(monkeypatch):
     """With as many ranks the first one's; each recovery is on record."""
-    job = SimpleNamespace(plan=PLAN, prepare=lambda graph: None)
+    job = SimpleNamespace(plan=PLAN)
     count, record = len(PLAN.stage_graph.devices), list[str]()
     survival = surviving(job, TrainingSettings(), count, lambda _: 0.75, 0.5, record.append)
     survival.copies.close()

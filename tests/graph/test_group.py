@@ -216,8 +216,8 @@ def test_what_cannot_be_sent_stays_in_one_operator(between: Any, operators: int)
     linear = [n for n in names(captured) if n.split("#")[0] in ("a", "b", "c")]
     assert len(linear) == operators
     graph = captured.graph
-    for value, dim in zip(graph.values, captured.batch_dims, strict=True):
-        assert value.batched == (dim is not None)
+    for value, call in zip(graph.values, captured.value_calls, strict=True):
+        assert value.batched == (call in captured.axes)
 
 
 class InPlace(nn.Module):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from anabranch.graph.call_traits import SampleAxis
 from anabranch.graph.capture import capture
 from anabranch.graph.opgraph import LookupTable
 from anabranch.graph.opgraph_builder import make_sparse
@@ -71,9 +72,9 @@ def test_samples_in_the_middle_are_found() -> None:
     """Time-major values have their samples in dimension 1; bytes are per sample all the same."""
     body = Body(lambda h: h.unsqueeze(0).expand(3, -1, -1).tanh())
     captured = capture(body, torch.randn(4, 6), granularity="operator")
-    values = dict(zip((v.name for v in captured.graph.values), captured.batch_dims, strict=True))
+    values = dict(zip((v.name for v in captured.graph.values), captured.value_calls, strict=True))
     sizes = {v.name: v.nbytes for v in captured.graph.values}
-    assert values["linear_1"] == 1
+    assert captured.axes[values["linear_1"]] == SampleAxis(1)
     assert sizes["linear_1"] == 3 * 8 * 4
 
 

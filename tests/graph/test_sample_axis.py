@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.graph.call_traits import base_name
+from anabranch.graph.call_traits import SampleAxis, base_name
 from anabranch.graph.capture import capture
-from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
+from anabranch.graph.sample_axis import blocks, sample_axes
 
 N, L, H, E = 3, 5, 2, 4
 

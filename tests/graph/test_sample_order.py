@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
 from tests.graph.chain import check_split, random_stages
+from tests.graph.test_call_traits import FOLDS, Tower
 from tests.graph.test_programs import operator
-from tests.graph.test_unfolding import FOLDS, Tower
 
 doubled = operator("doubled", lambda h: h * 2)
 reversed_rows = operator("reversed_rows", lambda h: h.flip(0))

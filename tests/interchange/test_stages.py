@@ -98,6 +98,29 @@ def test_a_layer_that_is_cut_keeps_its_operations():
     torch.testing.assert_close(loss, module(**example).loss)
 
 
+class Frames(nn.Module):
+    """Layers on the frames of all samples, four of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(tower(1) for _ in range(3)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = x.flatten(0, 1)
+        for layer in self.layers:
+            h = layer(h)
+        return nn.functional.cross_entropy(self.head(h.unflatten(0, (-1, 4)).mean(1)), label)
+
+
+def test_layers_on_the_frames_of_samples_are_left_whole():
+    """What is sent is a view of their result, and made behind it."""
+    module, example = Frames(), {"x": torch.randn(4, 4, 8), "label": torch.arange(4) % 3}
+    model = Built(capture(module, example), Workload(module, example))
+    made = stages(model, 3)
+    assert [s.called for s in made] == [("layers.0",), ("layers.1",), ("layers.2", "head")]
+    torch.testing.assert_close(loss_through(made, model, example), module(**example))
+
+
 class Odd(nn.Module):
     """Takes a slice and gives what is inside away, through an attribute."""
 

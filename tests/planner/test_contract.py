@@ -161,25 +161,17 @@ def test_keeps_the_microbatch_size(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("batch_size", "microbatch_size"), [(0, None), (8, 0), (8, 16)], ids=["batch", "none", "large"]
-)
-def test_refuses_wrong_arguments(name, batch_size, microbatch_size):
-    """A plain ValueError."""
-    cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 2)
-    with pytest.raises(ValueError, match="batch"):
-        propose(name, cost, batch_size=batch_size, microbatch_size=microbatch_size)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
     ("batch_size", "microbatch_size", "said"),
     [
+        *((0, None, "batch"), (8, 0, "batch"), (8, 16, "batch")),
         (2**32, 2**31, "a batch of 1073741824 at most"),
         (2**24, 1, "cut the batch of 16777216 into 16777216; a stage has 8192 at most"),
     ],
 )
-def test_refuses_extreme_numbers(name, batch_size, microbatch_size, said):
-    """Files allow them. What counts them would overflow, or list millions."""
+def test_refuses_wrong_and_extreme_numbers(name, batch_size, microbatch_size, said):
+    """A plain ValueError. Files allow extreme ones; what counts them would overflow, or list
+    millions.
+    """
     cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 2)
     with pytest.raises(ValueError, match=said):
         propose(name, cost, batch_size=batch_size, microbatch_size=microbatch_size)

@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.plans.plan import Plan, Prediction, memory_text
-from anabranch.plans.stages import Stage, StageGraph, slice_sizes
+from anabranch.plans.stages import Stage, StageGraph, heights, slice_sizes
+
+
+def test_the_height_of_a_stage_is_its_longest_distance_to_a_sink():
+    """Stage 0 leads to a sink, and to a stage before one."""
+    assert heights(4, [(0, 1), (0, 2), (2, 3)]) == [2, 0, 1, 0]
 
 
 def test_ranks_are_the_places_of_the_devices():

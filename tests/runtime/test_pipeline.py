@@ -333,13 +333,3 @@ def test_epochs_are_counted() -> None:
 
     places = run(model, plan(model, 1), work, workload=workload)[0]
     assert places == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 0)]
-
-
-def test_exact_mode_updates_copies_that_have_no_gradient() -> None:
-    """A later stage reads the weight of an earlier one without a gradient; its copy must not stay
-    behind.
-    """
-    model = built("Detached")
-    workload = with_options(model, optimizer=sgd)
-    ours = train(model, plan(model, 3), workload, BATCHES, exact=True)
-    assert equal(ours, train_alone(workload, BATCHES))

@@ -59,7 +59,7 @@ def test_reasons_are_few_however_many_parameters_are_tied():
     graph = replace(profile.graph, ops=ops, parameters=parameters)
     reason = because(contract_tied(replace(profile, graph=graph)))
     assert reason.startswith("op0 and op1 read parameters 0.weight, 0.bias and are in one stage; ")
-    assert reason.endswith("2.bias and are in one stage; 2 more groups likewise")
+    assert reason.endswith("2.bias and are in one stage; 2 more groups share parameters")
 
 
 @pytest.mark.parametrize("planner", ["graphpipe", "pipedream", "sequential", "dapple", "piper"])

@@ -36,6 +36,7 @@ def test_the_shortest_simulated_step_wins(propose):
     assert best.predicted.bottleneck_s_per_sample == 2
     assert best.predicted.bubble == pytest.approx(1 / 9)
     assert (best.planner, best.model, best.cluster) == ("test", "a chain", "test")
+    assert (best.machines, best.notes) == (cost.cluster, ())
 
 
 def test_auto_takes_the_deep_warm_up_where_it_hides_transfers(propose):

@@ -1,4 +1,4 @@
-"""What is called slow: devices and links beside the others, never all of them."""
+"""Devices and links are called slow in comparison with the others, never all of them."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_a_device_that_takes_longer_than_the_others_is_named() -> None:
     (found,) = stragglers([slow, once, slow], EXPECTED)
     assert found.devices == (1,)
     assert str(found) == (
-        "device 1 takes 2.0 times as long as predicted beside the others, 41 ms a step"
+        "device 1 takes 2.0 times as long as the others, relative to predictions: 41 ms more a step"
     )
 
 
@@ -61,14 +61,14 @@ def test_the_only_link_is_compared_with_its_prediction() -> None:
     """From device 1 to device 2, as device 0 does nothing; the text names no others."""
     expected, late = (replace(t, spans=t.spans[3:]) for t in (EXPECTED, LATE))
     (found,) = stragglers([late], expected)
-    assert str(found) == "link 1-2 takes 21.0 times as long as predicted, 20 ms a step"
+    assert str(found) == "link 1-2 takes 21.0 times as long as predicted: 20 ms more a step"
 
 
 def test_a_link_that_takes_longer_than_the_others_is_named() -> None:
     """By messages whose receivers were waiting: 21 ms in place of 1 ms."""
     (found,) = stragglers([LATE], EXPECTED)
     assert found.devices == (1, 2)
-    assert str(found).startswith("link 1-2 takes 21.0 times as long as predicted beside the others")
+    assert str(found).startswith("link 1-2 takes 21.0 times as long as the others, relative")
 
 
 def test_messages_that_nobody_waited_for_say_nothing() -> None:

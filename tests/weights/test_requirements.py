@@ -58,12 +58,15 @@ def test_other_policies_learn_after_every_pass():
 
 
 def test_vertical_sync_needs_one_sequence_of_versions():
-    """Replicas in turn have versions of their own; splitting a mini-batch is fine."""
+    """Replicas in turn have versions of their own; splitting a mini-batch is fine, and so are turns
+    where no stage has replicas.
+    """
     graph = replicated(graph_of(CHAIN, 16))
     require_fits(VerticalSync(), graph, microbatches=1)
     with pytest.raises(PolicyError, match="stage 0 that take mini-batches in turn"):
         require_fits(VerticalSync(), graph, microbatches=1, round_robin=True)
     require_fits(Stash(), graph, microbatches=1, round_robin=True)
+    require_fits(VerticalSync(), graph_of(CHAIN, 16), microbatches=1, round_robin=True)
 
 
 def test_statistics_over_one_sample_are_warned_of():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from anabranch.cli import torchrun
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.progress import announce, begin_compiling, measured
@@ -19,13 +17,11 @@ from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.device.kinds import CPU, kind_of
 from anabranch.errors import AnabranchError, SearchStoppedError
-from anabranch.graph.opgraph import ModelSize
 from anabranch.remembered import remembered
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
-    from anabranch.plans.stages import StageGraph
     from anabranch.profile.profile import Profile
     from anabranch.workload import Workload
 
@@ -75,7 +71,7 @@ class Job:
         captured = self.captured.under_autocast(self.source.precision, self.device)
         what = self.workload, powers_of_two(batch_size), captured
         time = partial(measured, *what, self.device, self.source.model)
-        if self.device != CPU and "RANK" not in os.environ:
+        if self.device != CPU and not torchrun.is_rank():
             from anabranch import launch
 
             profile: Profile = launch.run(time, 1)[0]
@@ -83,13 +79,6 @@ class Job:
             profile = time()
         self.profile = profile
         return profile
-
-    def prepare(self, graph: StageGraph) -> None:
-        """Make the programs of a plan's stages once, which forked ranks inherit."""
-        from anabranch.runtime.plan_parts import prepare
-
-        how = self.source.precision, self.device
-        prepare(self.captured, graph, self.workload, *how)
 
     def batch_size(self, local: LocalPlanSettings) -> int:
         """Samples of a batch: of the plan, if there is one; as asked for; or of the data."""
@@ -158,9 +147,7 @@ class Job:
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
         profile = self.profile or self.measure(plan.stage_graph.batch_size)
         if plan.mode == "sync":
-            now = ModelSize.of(profile.graph).value_bytes  # may be of another precision
-            size = plan.model_size and replace(plan.model_size, value_bytes=now)
-            plan = replace(plan, model_size=size)
+            plan = plan.with_values_of(profile.graph)
             return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
         predicted = None
         with suppress(AnabranchError):
@@ -176,8 +163,8 @@ class Job:
         Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
         """
         assert self.plan is not None
-        if "WORLD_SIZE" in os.environ:
-            return int(os.environ["WORLD_SIZE"])
+        if (ranks := torchrun.num_ranks()) is not None:
+            return ranks
         planned = len(self.plan.stage_graph.devices)
         if self.device == CPU:
             return planned
@@ -186,31 +173,3 @@ class Job:
         now = accelerator.count(self.device)
         lost, self._gpus = max((self._gpus or now) - now, 0), now
         return max(planned - lost, 1)
-
-
-def on_first(make: Callable[[], Plan]) -> Plan:
-    """Make a plan here or, under torchrun, on the first rank, whose plan the others take, as
-    measurements differ.
-    """
-    if "RANK" not in os.environ:
-        return make()
-    import torch.distributed as dist
-
-    from anabranch.files import plan_from_dict, plan_to_dict
-    from anabranch.runtime import texts
-    from anabranch.runtime.process_groups import join
-
-    join()
-    plan, failure = None, None
-    if dist.get_rank() == 0:
-        try:
-            plan = make()
-        except AnabranchError as error:
-            failure = error
-    document = {} if plan is None else plan_to_dict(plan)
-    received = texts.gather(document)[0]
-    if failure is not None:
-        raise failure
-    if not received:
-        raise typer.Exit(1)  # the first rank says why; the others just end
-    return plan or plan_from_dict(received)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from anabranch.cli import torchrun
 from anabranch.cli.job import Job
 from anabranch.cli.progress import TrainingProgress, announce
 from anabranch.cli.restarts import surviving
@@ -15,6 +15,7 @@ from anabranch.cli.training_settings import TrainingSettings
 if TYPE_CHECKING:
     from anabranch.cli.run_results import RunSoFar
     from anabranch.plans.plan import Plan
+    from anabranch.plans.stages import StageGraph
     from anabranch.record import Run
     from anabranch.training import Looks
 
@@ -53,11 +54,11 @@ def train_job(
     patience_s = None if options.get("compute", PLAIN).backend else training.timeout
     passed_on = "epochs resume weights save check_gradients check_batches evaluate_every"
     assert plan is not None
-    job.prepare(plan.stage_graph)
+    _prepare(job, plan.stage_graph)
     if is_async:
         order = order_of(plan, asynchronous_stages(plan), in_turns=options.get("round_robin"))
         if order.round_robin:
-            job.prepare(order.for_turn(0, plan.stage_graph.batch_size))
+            _prepare(job, order.for_turn(0, plan.stage_graph.batch_size))
     elif (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
 
@@ -81,14 +82,20 @@ def train_job(
             **options,
         )
 
-    if "RANK" in os.environ:
+    def plan_fewer(devices: int) -> float:
+        assert fewer is not None
+        assert job.plan is not None
+        step_s = fewer(devices)
+        _prepare(job, job.plan.stage_graph)
+        return step_s
+
+    if torchrun.is_rank():
         with listening():
             return rank(plan, predicted_s)
     devices, load = len(plan.stage_graph.devices), OtherLoad()
     survival, recoveries = None, list[str]()
     if training.survive:
-        assert fewer is not None
-        survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
+        survival = surviving(job, training, devices, plan_fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
     compared = ", and comparing gradients with one process" * (
         training.check_gradients and training.steps != 0
@@ -113,6 +120,13 @@ def train_job(
     return replace(run, others_share=load.share(), recoveries=tuple(recoveries))
 
 
+def _prepare(job: Job, graph: StageGraph) -> None:
+    """Make the programs of stages once, which forked ranks inherit."""
+    from anabranch.runtime.plan_parts import prepare
+
+    prepare(job.captured, graph, job.workload, job.source.precision, job.device)
+
+
 def looks_of(job: Job, *, replans: bool) -> Looks | None:
     """Predictions that training is compared with; None for a plan file without --replan."""
     from anabranch.solve.replanning import Replanner
@@ -122,7 +136,7 @@ def looks_of(job: Job, *, replans: bool) -> Looks | None:
     if job.is_by_file and not replans:
         return None
     graph = job.plan.stage_graph
-    if os.environ.get("RANK", "0") != "0":
+    if not torchrun.is_first():
         return Looks(replans=replans)
     profile = job.profile or job.measure(graph.batch_size)
     # What a plan file has decided of memory and sums stays.

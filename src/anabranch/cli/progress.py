@@ -12,6 +12,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from anabranch.cli import torchrun
+
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
     from anabranch.profile.profile import Profile
@@ -48,7 +50,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
 
 def announce(what: str) -> None:
     """Say on standard error that work begins of which nothing else is seen for some seconds."""
-    if os.environ.get("RANK", "0") == "0":
+    if torchrun.is_first():
         sys.stderr.write(f"{what} ...\n")
         sys.stderr.flush()
 

@@ -6,13 +6,10 @@ Either way an attempt does what is left of what was asked for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
-
-import typer
 
 from anabranch.cli.job import Job
 from anabranch.cli.output import note
@@ -28,38 +25,6 @@ if TYPE_CHECKING:
     from anabranch.runtime.spare_copies import Survival
 
 
-def is_restarted() -> bool:
-    """True if torchrun has started the ranks again."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from anabranch.runtime.process_groups import join
-
-        join()  # which tells all ranks the same
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def begin_surviving() -> int | None:
-    """Make the first rank of torchrun the parent of all ranks, as ``--survive`` needs: torchrun
-    ends all that it has started when one of them dies. The others have nothing to do, and end.
-
-    Returns:
-        How many ranks there are to be; None without torchrun.
-    """
-    size = os.environ.get("WORLD_SIZE")
-    if "RANK" not in os.environ or size is None:
-        return None
-    if os.environ.get("LOCAL_WORLD_SIZE") != size:
-        raise typer.BadParameter(
-            "--survive: the ranks are on several hosts, and each of torchrun's agents ends and "
-            "starts those of its own host when one dies, so no rank outlives another; give "
-            "--max-restarts to torchrun, and --save-every here"
-        )
-    if os.environ["RANK"] != "0":
-        raise typer.Exit
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
-    return int(size)
-
-
 def surviving(
     job: Job,
     training: TrainingSettings,
@@ -71,7 +36,8 @@ def surviving(
     """The way on where ranks die: under the job's plan, or another one for fewer devices.
 
     Args:
-        fewer: plans the job for so many devices, and returns the predicted seconds of a step.
+        fewer: plans the job for so many devices, makes its programs, and returns the predicted
+            seconds of a step.
         predicted_s: those of the job's plan.
         record: called with the step and the reason of each recovery, as text.
     """
@@ -85,7 +51,6 @@ def surviving(
         how = ""
         if ranks != len(job.plan.stage_graph.devices):
             predicted_s = fewer(ranks)
-            job.prepare(job.plan.stage_graph)
             how = f"; planned anew for {ranks} device{'s' if ranks > 1 else ''}"
         record(f"step {step}: {failure}{how}")
         return job.plan, predicted_s

@@ -4,7 +4,6 @@ typer checks types and ranges, so these are dataclasses: pydantic would double `
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
-import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from anabranch.cli import torchrun
 from anabranch.cli.clusters import cluster_of, require_own_devices
 from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
@@ -250,7 +250,7 @@ class LocalPlanSettings(Settings):
     @property
     def num_devices(self) -> int:
         """Local ranks, or all of torchrun's."""
-        return self.devices or int(os.environ.get("WORLD_SIZE", "2"))
+        return self.devices or torchrun.num_ranks() or 2
 
     @remembered
     def plan(self) -> "Plan | None":

@@ -35,20 +35,19 @@ class Settings:
     Attributes:
         max_replicas: At most this many data-parallel replicas per stage.
         microbatch_size: Fix the micro-batch size; by default it is searched.
-        no_cache: Capture the model even where an earlier capture is kept, and keep none.
-        no_calibration: Predict local:N without the kept calibration of this machine.
-        optimizer: With --mode async: what the model will be trained with, which decides what auto
-            chooses and how many copies of the weights a prediction takes [default: the model's own;
-            a profile file has none].
-        policy: With --mode async: which weights forwards and backwards read; auto chooses anew
-            [default: the plan's; auto if it has none].
-        precision: Time and memory under autocast to bf16 or fp16, in which training by the plan is
-            then [default: fp32, or the profile file's].
-        rewrite: Rewrites of the model, as of plan --rewrite, which chooses among them
-            [default: none].
+        no_cache: Capture the model again and keep nothing, even if an earlier capture was kept.
+        no_calibration: Predict local:N as if this machine had not been calibrated.
+        optimizer: With --mode async: the optimizer of the training to come. The weight policy that
+            auto chooses and the predicted copies of the weights depend on it [default: the model's
+            own; a profile file has none].
+        policy: With --mode async: the weight policy, that is which weights forwards and backwards
+            read; auto chooses again [default: the plan's; auto if it has none].
+        precision: Time and memory under autocast to bf16 or fp16; training by the plan uses the
+            same autocast [default: fp32, or the profile file's].
+        rewrite: Rewrites to apply to the model; plan --rewrite can choose them [default: none].
         run: Where to keep figures and report [default: runs/MODEL-TIME].
-        schedule: auto lets the simulator choose; published is what the planner's paper runs.
-        shape: For planner auto: stages as a graph (the default) or in one row.
+        schedule: auto lets the simulator choose; published is the schedule of the planner's paper.
+        shape: For planner auto: stages as a graph (the default) or as a chain, in one row.
     """
 
 

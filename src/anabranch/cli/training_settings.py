@@ -4,7 +4,6 @@ Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from anabranch.cli import settings
+from anabranch.cli import settings, torchrun
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import go_on, in_file, model_or_file, require_trust
@@ -117,7 +116,7 @@ class TrainingSettings(Settings):
         """Return when checkpoints are written during training."""
         from anabranch.training import KEPT, SaveEvery
 
-        if self.max_restarts and "RANK" in os.environ:
+        if self.max_restarts and torchrun.is_rank():
             raise typer.BadParameter("--max-restarts: give it to torchrun, which starts the ranks")
         if self.resume is not None and self.weights is not None:
             raise typer.BadParameter("--resume and --weights: begin with one of them")

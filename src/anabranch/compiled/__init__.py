@@ -1,4 +1,4 @@
-"""Loops that are quicker than plain Python's.
+"""Loops that are faster than plain Python's.
 
 ``functions`` compiles inner loops to machine code by numba, and has the records that they work on.
 ``forked`` runs the items of a loop in as many processes as there are cores.

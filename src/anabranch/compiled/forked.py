@@ -1,7 +1,7 @@
 """A loop over a few items, in as many processes as there are cores for them.
 
-The processes are forked, so that the function finds all that it needs in memory; what they change
-there is theirs alone, and only results are sent back.
+The processes are forked, so the function finds all that it needs in memory. Their changes there do
+not reach this process; only results are sent back.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results of a function that takes long, in the order of the items.
+    """Return the results of a slow function, in the order of the items.
 
-    This process does its share, and what another one could not do. An error in it, or an interrupt
-    (Ctrl-C), ends the others and reaches the caller.
+    This process does its own share, and the share of any that failed. An error in this process, or
+    an interrupt (Ctrl-C), ends the others and reaches the caller.
     """
     count = min(len(items), cores())
     if count < 2:
@@ -33,7 +33,7 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
     others: list[ForkedWorker[Result] | None] = []
     try:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:  # the others leave an interrupt to this process, which ends them
+        try:  # the others ignore an interrupt; this process ends them
             others += [start(function, share) for share in shares[1:]]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -49,8 +49,8 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 def cores() -> int:
-    """Cores that this process may use; 1 where it cannot be forked, or has threads, which may hold
-    a lock just then.
+    """Return the cores that this process may use; 1 if it cannot be forked, or has threads, which
+    may hold a lock during the fork.
     """
     if threading.active_count() > 1 or not hasattr(os, "sched_getaffinity"):
         return 1
@@ -58,14 +58,14 @@ def cores() -> int:
 
 
 class ForkedWorker(Generic[Result]):
-    """A process that was forked, and the pipe that its results come by."""
+    """A forked process, and the pipe for its results."""
 
     def __init__(self, process: int, pipe: BinaryIO) -> None:
         self._process, self._pipe = process, pipe
 
     def results(self) -> list[Result] | None:
         """Return the results of the process; None if it failed."""
-        with suppress(Exception):  # whatever is wrong with it, it can be computed here
+        with suppress(Exception):  # after any error the caller computes the results itself
             results: list[Result] = pickle.load(self._pipe)
             return results
         return None
@@ -73,19 +73,19 @@ class ForkedWorker(Generic[Result]):
     def end(self) -> None:
         """Kill the process."""
         self._pipe.close()
-        with suppress(ProcessLookupError, ChildProcessError):  # others may have waited for it
+        with suppress(ProcessLookupError, ChildProcessError):  # it may be gone
             os.kill(self._process, signal.SIGKILL)
             os.waitpid(self._process, 0)
 
 
 def start(function: Callable[[Item], Result], items: Sequence[Item]) -> ForkedWorker[Result] | None:
-    """A process beside this one that works on some items; None where no more can be had."""
+    """Fork a process that works on some items; None if the system allows no more."""
     try:
         reading, writing = os.pipe()
     except OSError:
         return None
     try:
-        with catch_warnings():  # of threads of libraries, which the process does not use
+        with catch_warnings():  # about threads of libraries, which the process does not use
             simplefilter("ignore", DeprecationWarning)
             process = os.fork()
     except OSError:
@@ -95,10 +95,10 @@ def start(function: Callable[[Item], Result], items: Sequence[Item]) -> ForkedWo
     if process:
         os.close(writing)
         return ForkedWorker(process, os.fdopen(reading, "rb"))
-    gc.freeze()  # to look for garbage in what is inherited would copy all of it
+    gc.freeze()  # a collection would copy all inherited memory
     try:
         sent = pickle.dumps([function(item) for item in items])
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(sent)
     finally:
-        os._exit(0)  # nothing of what the other process would do at its end
+        os._exit(0)  # without the parent's exit handlers

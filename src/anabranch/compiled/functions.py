@@ -1,9 +1,9 @@
 """Inner loops as machine code, by numba, and the records that they work on.
 
-A ``compiled`` function is written in the part of Python that numba knows, and so is all that it
-calls. Numba is imported and compiles when such a function is called first: training alone does not
-load it. Machine code is kept in the user's own cache folder, under a digest of all functions in it.
-Plain Python does the same, with ``NUMBA_DISABLE_JIT=1`` or as ``function.py_func``.
+A ``compiled`` function is written in the part of Python that numba knows, and so are all functions
+that it calls. Numba is imported at the first call of such a function: training alone does not load
+it. Machine code is kept in the user's own cache folder, under a digest of all functions in it. With
+``NUMBA_DISABLE_JIT=1``, or as ``function.py_func``, the function runs in plain Python.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Result = TypeVar("_Result")
 
 
 class Table(Protocol[Fields]):
-    """An array of records; what is assigned to a field of an entry is in the array."""
+    """An array of records; assigning to a field of an entry changes the array."""
 
     def __len__(self) -> int: ...
 
@@ -67,7 +67,7 @@ class Table(Protocol[Fields]):
 
 
 def records(fields: type[Fields], rows: Sequence[tuple[float, ...]] | int) -> Table[Fields]:
-    """An array of these rows, or of as many rows of zeros.
+    """Return an array of these records, or of a number of records of zeros.
 
     Args:
         fields: a class whose annotations are the fields of a record, in their order: ``int``,
@@ -80,7 +80,7 @@ def records(fields: type[Fields], rows: Sequence[tuple[float, ...]] | int) -> Ta
 
 @cache
 def record_type(fields: Hashable) -> np.dtype[np.void]:
-    """The type of such an array's entries."""
+    """Return the type of the entries of ``records``."""
 
     def kind(hint: Any) -> tuple[Any, ...]:
         if get_origin(hint) is Annotated:
@@ -93,7 +93,7 @@ def record_type(fields: Hashable) -> np.dtype[np.void]:
 
 
 class Compiled(Generic[_Arguments, _Result]):
-    """A function that is compiled for each list of types of arguments that it is called with.
+    """A function that is compiled for each combination of argument types it is called with.
 
     Attributes:
         py_func: the function in plain Python.
@@ -119,8 +119,8 @@ class Compiled(Generic[_Arguments, _Result]):
         return result
 
     def for_types_of(self, *args: Any) -> Callable[..., _Result]:
-        """Call the function, and return its machine code for arguments of the same types only: it
-        does not look at their types again, which takes 10 us where there are many arrays.
+        """Call the function, and return its machine code for arguments of the same types only. That
+        does not check their types again, which takes 10 us for many arrays.
         """
         from numba import typeof
 
@@ -132,9 +132,7 @@ class Compiled(Generic[_Arguments, _Result]):
 
     @cached_property
     def folder(self) -> Path | None:
-        """Return the folder of machine code, by the contents of the function and of all that it
-        calls.
-        """
+        """Folder of the machine code, named by a digest of the function and all that it calls."""
         parent, digest = private_folder(), sha256(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
         for words in _contents(self.py_func):
             digest.update(repr(words).encode())
@@ -155,30 +153,30 @@ class Compiled(Generic[_Arguments, _Result]):
 
 
 _OPTIONS: Any = {"error_model": "numpy", "_nrt": False}
-"""Without checks for divisors of zero, and without counts of references to arrays, as none is made:
-a quarter of the time to compile.
+"""Without checks for division by zero, and without reference counts, as no function makes arrays: a
+quarter of the time to compile.
 """
 
 _INSIDE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
-"""What only compiled code calls: no way to it from Python; inline, or a search takes 1.5 times as
-long.
+"""For functions that only compiled code calls: without entries from Python, and inline, or a search
+takes 1.5 times as long.
 """
 
 
 def compiled(function: Callable[_Arguments, _Result]) -> Compiled[_Arguments, _Result]:
-    """Decorator: compile a function, with all that it calls, when it is called first."""
+    """Compile a function, with all that it calls, at its first call; a decorator."""
     return Compiled(function)
 
 
 WORTH_COMPILING = 3_000_000
-"""Turns of an inner loop from which on it is quicker to load numba than to run it without."""
+"""Turns of an inner loop from which on loading numba is faster than plain Python."""
 
 
 def affordable(
     function: Compiled[_Arguments, _Result], turns: int
 ) -> Callable[_Arguments, _Result]:
-    """Return a function as machine code if numba is loaded or that is worth it for so many turns,
-    in plain Python otherwise: training makes one schedule, and a search hundreds.
+    """Return a function as machine code if numba is loaded or ``turns`` are worth loading it, else
+    in plain Python: training makes one schedule, and a search hundreds.
     """
     if "numba" in sys.modules or turns > WORTH_COMPILING:
         return function
@@ -201,8 +199,8 @@ _begun: dict[Compiled[..., Any], forked.ForkedWorker[object] | None] = {}
 
 
 def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
-    """Compile functions that are not kept yet in processes beside this one, by tasks that call
-    them; their first call here waits for that.
+    """Compile functions without kept machine code in other processes, by tasks that call them. The
+    first call here waits for that.
     """
     for function, task in tasks.items():
         is_kept = function.folder is None or function.folder.exists()
@@ -211,7 +209,7 @@ def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
 
 
 def _called(function: FunctionType) -> dict[str, FunctionType]:
-    """Functions of this package or others that a function calls by name."""
+    """Return the functions that a function calls by a global name."""
     names = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
     parts = ((name, getattr(value, "py_func", value)) for name, value in names)
     return {name: part for name, part in parts if isinstance(part, FunctionType)}
@@ -230,7 +228,7 @@ def _contents(function: FunctionType) -> Iterator[object]:
 
 
 def _linked(function: FunctionType, known: dict[FunctionType, Any]) -> FunctionType:
-    """A copy of a function that calls compiled ones."""
+    """Return a copy of a function that calls compiled functions."""
     from numba import njit
 
     names = dict(function.__globals__)
@@ -242,8 +240,8 @@ def _linked(function: FunctionType, known: dict[FunctionType, Any]) -> FunctionT
 
 
 def private_folder() -> Path | None:
-    """The folder for machine code in the user's cache; None where another user could write to it,
-    or nobody can.
+    """Return the folder for machine code in the user's cache; None if another user could write to
+    it, or nobody can.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or "")
     try:

@@ -1,9 +1,16 @@
-"""Traits of calls that decide how they are grouped: weight, dependence, who may be sent them."""
+"""Traits of calls that decide how they are grouped: weight, dependence, who may be sent them.
+
+A tower that has the frames of all samples in one dimension, or two views of every sample joined by
+``torch.cat``, makes values that slices of the samples do not cut. Where another module reads such a
+value, it can be sent as a view that they do (``split``).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +18,25 @@ from torch import fx
 
 from anabranch.graph import flat_program
 from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAxis:
+    """The samples of a value: in dimension ``dim`` (-1: it has none), ``inner`` consecutive indices
+    each; ``trouble`` says why they cannot be told apart, if so.
+    """
+
+    dim: int
+    inner: int = 1
+    trouble: str = ""
+
+    def is_folded(self, shape: Sequence[int], samples: int) -> bool:
+        """True where they share their dimension of a shape with something else."""
+        return shape[self.dim] != samples
+
+    def parts(self, shape: Sequence[int], samples: int) -> list[int]:
+        """Sizes outside of the samples, of them, and inside, in their dimension of a shape."""
+        return [shape[self.dim] // (samples * self.inner), samples, self.inner]
 
 
 def base_name(node: fx.Node) -> str:
@@ -130,11 +156,27 @@ def dims_along(node: fx.Node, rank: int) -> list[int]:
 
 
 class CallTraits:
-    """Traits of the calls of a program; ``other``, for other samples, shows where these are."""
+    """Traits of the calls of a program.
 
-    def __init__(self, program: flat_program.FlatProgram, other: flat_program.FlatProgram) -> None:
+    Args:
+        other: the program for other samples, which shows where these are.
+        axes: the samples of values, by ``sample_axes``, also of those where they are folded.
+        known: calls whose values may be sent with folded samples, in a program of another mode or
+            other sizes than the one that tells which.
+    """
+
+    def __init__(
+        self,
+        program: flat_program.FlatProgram,
+        other: flat_program.FlatProgram,
+        axes: Mapping[fx.Node, SampleAxis] = MappingProxyType({}),
+        known: Collection[flat_program.CallKey] | None = None,
+    ) -> None:
         self.program = program
+        self.axes = axes
+        self.known = known
         self.calls = program.calls
+        self.keys = {node: key for key, node in keyed(self.calls)}
         self.position = {node: i for i, node in enumerate(self.calls)}
         self.twins = dict(zip(self.calls, other.calls, strict=True))
         self.sizes = (program.samples, other.samples)
@@ -176,9 +218,18 @@ class CallTraits:
             and node.meta.get("storage") not in self.last_writes
         )
 
-    def batch_dim(self, node: fx.Node) -> int | None:
-        """Dimension of the samples in a call's value, see ``batch_dim``."""
-        return batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
+    def axis(self, node: fx.Node) -> SampleAxis | None:
+        """The samples of a call's value, None where it has none; raises ValueError if slices of
+        them do not cut it.
+        """
+        try:
+            dim = batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
+        except ValueError:
+            axis = self.axes.get(node)
+            if axis is None or axis.dim < 0 or axis.trouble:
+                raise
+            return axis
+        return None if dim is None else SampleAxis(dim)
 
     def sendable(self, node: fx.Node) -> bool:
         """True if this value can be sent to another device for a slice of the samples."""
@@ -186,12 +237,27 @@ class CallTraits:
         if value is None or value.layout is not torch.strided:
             return False
         try:
-            dim = self.batch_dim(node)
+            axis = self.axis(node)
         except ValueError:
             return False
         # Without a batch dimension but made from the batch: it mixes samples, such as a mean over
         # them.
-        return dim is not None or not self.on_batch[node]
+        if axis is None:
+            return not self.on_batch[node]
+        return not axis.is_folded(value.shape, self.program.samples) or self._unfolds(node)
+
+    def _unfolds(self, node: fx.Node) -> bool:
+        """True if a value may be sent though its samples share a dimension with something else."""
+        if self.known is not None:
+            return self.keys[node] in self.known
+        is_read = any(
+            flat_program.frame(user) != flat_program.frame(node)
+            for user in node.users
+            if user.op != "output"
+        )
+        # Dropout is not there in evaluation mode; what reads it is.
+        is_stable = "dropout" not in base_name(node)
+        return is_read and is_stable and node.meta["storage"] not in self.last_writes
 
     def weight(self, node: fx.Node) -> int:
         """0: remainder; 1: worth an operator; 2: products, convolutions and embeddings."""

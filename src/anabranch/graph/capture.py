@@ -22,9 +22,16 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
-from anabranch.graph.call_traits import CallTraits, base_name
+from anabranch.graph.call_traits import CallTraits, SampleAxis, base_name, keyed
 from anabranch.graph.exporter import Exporter
-from anabranch.graph.flat_program import CallKey, FlatProgram, frame, gradient_calls, schema_name
+from anabranch.graph.flat_program import (
+    CALL,
+    CallKey,
+    FlatProgram,
+    frame,
+    gradient_calls,
+    schema_name,
+)
 from anabranch.graph.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.group import FREE, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
@@ -32,10 +39,10 @@ from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_parameters, require_sites
+from anabranch.graph.sample_axis import sample_axes
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.sample_order import reordering_calls, uncertain_calls
 from anabranch.graph.slices import in_slices, view_named, whole_name
-from anabranch.graph.unfolding import folded, sent_views, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
 from anabranch.workload import Batch, Workload, updates_by_element
@@ -128,7 +135,7 @@ class Captured:
         programs: of the whole module, for any number of samples.
         metrics: names of the scalars that the module returns besides the loss.
         value_calls: value of the graph -> position of its call, -1 for a tensor of the batch.
-        batch_dims: value of the graph -> which dimension is the samples, None where there is none.
+        axes: such positions -> where the value has the samples, if it has some.
         unused: trainable parameters that the loss does not depend on.
         totals: loss and metrics -> how that of a batch follows from those of its slices; coupled
             where only the whole batch tells.
@@ -148,7 +155,7 @@ class Captured:
     programs: Programs
     metrics: tuple[str, ...]
     value_calls: tuple[int, ...]
-    batch_dims: tuple[int | None, ...]
+    axes: dict[int, SampleAxis]
     unused: tuple[str, ...]
     totals: Mapping[str, Total]
     coupling: tuple[Coupling, ...]
@@ -195,6 +202,16 @@ class Captured:
         return frozenset(whole_name(name) for name in names if whole_name(name) != name)
 
     @cached_property
+    def folded(self) -> dict[int, CallKey]:
+        """Positions and keys of calls whose values are sent though samples share a dimension."""
+        program, axes = self.programs.example, self.axes
+        return {
+            call: key
+            for call, (key, node) in enumerate(keyed(program.calls))
+            if call in axes and axes[call].is_folded(node.meta["val"].shape, program.samples)
+        }
+
+    @cached_property
     def foreign(self) -> tuple[str, ...]:
         """Operators of other libraries, of which the graph does not show what they compute."""
         names = dict.fromkeys(map(schema_name, self.programs.example.calls))
@@ -232,10 +249,12 @@ class Captured:
         programs = self.programs.under_autocast(precision, device_type)
         place = programs.exporter.device
         program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
-        traits = CallTraits(program, other)
-        graph, calls, dims = build(self.module, traits, programs.grouping, self.training)
+        calls = ((node, node.meta.get(CALL)) for node in program.calls)
+        known = {node: self.axes[call] for node, call in calls if call in self.axes}
+        traits = CallTraits(program, other, known)
+        graph, positions, axes = build(self.module, traits, programs.grouping, self.training)
         graph = replace(self.graph, values=graph.values, precision=precision)
-        cast = replace(self, graph=graph, programs=programs, value_calls=calls, batch_dims=dims)
+        cast = replace(self, graph=graph, programs=programs, value_calls=positions, axes=axes)
         cast.plain = self
         return cast
 
@@ -260,7 +279,8 @@ class Captured:
         sizes = sizes_of(tensors)
         if sizes not in self.variants:
             variant = self._again(BatchLayout.of(example), self.training)
-            if (variant.value_calls, variant.batch_dims) != (self.value_calls, self.batch_dims):
+            dims, others = ({c: axis.dim for c, axis in v.axes.items()} for v in (self, variant))
+            if (variant.value_calls, others) != (self.value_calls, dims):
                 raise CaptureError(
                     f"{type(self.module).__name__} has its samples in other places for batches of "
                     f"{variant.layout.text()} than for those of {self.layout.text()}"
@@ -314,14 +334,10 @@ def _captured(
     }
     kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
     program, other = whole_batch.put_in(program), whole_batch.put_in(other)
-    before = None if first is None else first.programs.folded
-    views = folded(program, other, before, assumption.reordering)
-    program, other = unfold(program, views), unfold(other, views)
-    traits = CallTraits(program, other)
+    axes = sample_axes(program, other, assumption.reordering)
+    traits = CallTraits(program, other, axes, None if first is None else first.folded.values())
     if first is None:
         grouping = group(traits, module, granularity)
-        views, grouping = sent_views(program, other, views, grouping)
-        traits = CallTraits(program, other)
     elif same_mode is not None:
         grouping = first.programs.grouping
     else:
@@ -334,7 +350,7 @@ def _captured(
         if node in operators
     )
     coupled = {c.operator for c in couplings}
-    graph, calls, dims = build(module, traits, grouping, training, coupled)
+    graph, calls, value_axes = build(module, traits, grouping, training, coupled)
     graph = replace(
         graph,
         granularity=granularity,
@@ -350,12 +366,10 @@ def _captured(
         granularity=granularity,
         training=training,
         layout=exporter.layout,
-        programs=Programs(
-            module, exporter, grouping, whole_batch, views, signature, (program, other)
-        ),
+        programs=Programs(module, exporter, grouping, whole_batch, signature, (program, other)),
         metrics=exporter.outputs[1:],
         value_calls=calls,
-        batch_dims=dims,
+        axes=value_axes,
         unused=_unused(module, program),
         totals=totals,
         coupling=couplings,
@@ -380,7 +394,7 @@ def _is_per_sample(captured: Captured) -> bool:
 
 def _reordering(captured: Captured) -> frozenset[CallKey]:
     """Calls that bring folded samples into another order, or may."""
-    calls = uncertain_calls(captured.programs)
+    calls = uncertain_calls(captured.programs, captured.folded)
     try:
         twin = captured.evaluation() if calls else captured
         return calls and reordering_calls(twin.programs, twin.layout, calls)

@@ -22,8 +22,6 @@ CALL = "call"
 """Key of a node's ``meta``: place of the call among those of the whole program without casts."""
 IN_AUTOCAST = "in_autocast"
 """Key of a node's ``meta`` if the model itself says how autocast treats it, or that it does not."""
-UNFOLDS = "unfolds"
-"""Key of a node's ``meta`` if it is the view of a value that can be cut by samples."""
 
 CallKey = tuple[str, str, int]
 """A call by its module, its operation, and how many of these were before; the same in training and
@@ -270,18 +268,15 @@ def gradient_strides(
     """
     if not nodes:
         return {}
-    # A view has come after the loss was made; its gradient is a view of that of its value.
-    values = [(n.all_input_nodes[0] if UNFOLDS in n.meta else n).meta["val"] for n in nodes]
+    values = [node.meta["val"] for node in nodes]
     loss = program.outputs[0].meta["val"]
     gradients: Sequence[torch.Tensor | None] = [None] * len(values)
     with contextlib.suppress(RuntimeError):
         gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
-    strides = {}
-    for node, value, gradient in zip(nodes, values, gradients, strict=True):
-        like = value if gradient is None else gradient
-        view: Any = node.target
-        strides[node] = (view(like, *node.args[1:]) if UNFOLDS in node.meta else like).stride()
-    return strides
+    return {
+        node: (value if gradient is None else gradient).stride()
+        for node, value, gradient in zip(nodes, values, gradients, strict=True)
+    }
 
 
 def requires_grad(node: fx.Node) -> bool:

@@ -8,10 +8,9 @@ from typing import Literal
 
 from torch import fx
 
-from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.call_traits import SampleAxis, arguments, base_name
 from anabranch.graph.flat_program import CallKey, schema_name, upstream
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.sample_axis import SampleAxis
 
 Total = Literal["mean", "sum", "coupled"]
 """Rule for a scalar of a batch: the mean of those of its slices by samples, their sum, or none."""

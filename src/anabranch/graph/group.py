@@ -92,6 +92,13 @@ class CallGroups:
             # A group is found in the masks of those below it under all the names it has had.
             self.alias[keep] |= self.alias.pop(gone)
 
+    def join(self, groups: Iterable[int]) -> int:
+        """Merge groups into the first of them, which is returned."""
+        keep, *rest = sorted(groups)
+        for group in rest:
+            self.merge(keep, group)
+        return keep
+
     def order(self) -> list[int]:
         """Topological order: of the groups that may come next, the one that starts first."""
         return topological_order(self.succ, lambda group: min(self.members[group]))
@@ -150,9 +157,7 @@ def bind(groups: CallGroups, sets: Iterable[Sequence[int]]) -> None:
                 home[i] = chosen[0]
             groups.merge(chosen[0], g)
     for cycle in strongly_connected(groups.succ):
-        keep, *rest = sorted(cycle)
-        for g in rest:
-            groups.merge(keep, g)
+        groups.join(cycle)
 
 
 def components(groups: CallGroups, chosen: set[int]) -> list[list[int]]:
@@ -318,10 +323,7 @@ def _merge_blocks(groups: CallGroups, blocks: Blocks) -> None:
         for component in components(groups, members):
             groups.rank_ancestors()
             if len(component) > 1 and convex(groups, component):
-                keep, *rest = sorted(component)
-                for g in rest:
-                    groups.merge(keep, g)
-                groups.path[keep] = block
+                groups.path[groups.join(component)] = block
     groups.rank_ancestors()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, fx, nn
 
 from anabranch.graph import flat_program
-from anabranch.graph.call_traits import CallTraits, arguments, base_name, tensor
+from anabranch.graph.call_traits import CallTraits, SampleAxis, arguments, base_name, tensor
 from anabranch.graph.changed_state import changed_state
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.operations import LOOKUPS
@@ -22,8 +22,8 @@ def build(
     grouping: Grouping,
     training: bool,
     coupled: Collection[str] = (),
-) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
-    """The graph of operators, with the call and the batch dimension of each value.
+) -> tuple[OpGraph, tuple[int, ...], dict[int, SampleAxis]]:
+    """The graph of operators, with the call of each value and, by calls, where it has the samples.
 
     Args:
         coupled: names of operators that are right for the whole batch only.
@@ -33,7 +33,7 @@ def build(
     readers = _readers(program, owners)
     carriers = flat_program.gradient_calls(program) if training else set()
     read: list[set[str]] = [set() for _ in grouping.names]
-    batch_values, values = [], []
+    batch_values, values, axes = [], [], {-1: SampleAxis(0)}
     for node in program.graph.nodes:
         source = program.sources.get(node)
         if source is not None and source.kind == "parameter":
@@ -42,18 +42,19 @@ def build(
         elif source is not None and source.kind == "batch":
             size = node.meta["val"].nbytes // program.samples
             consumers = tuple(sorted(readers[node]))
-            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
+            batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1))
         elif node.op == "call_function" and owners[node] != FREE:
             consumers = tuple(sorted(readers[node] - {owners[node]}))
             if consumers:
                 grad = flat_program.requires_grad(node) and any(
                     user in carriers and owners[user] != owners[node] for user in node.users
                 )
-                dim, nbytes = traits.batch_dim(node), node.meta["val"].nbytes
-                if dim is not None:
-                    nbytes //= program.samples
-                value = Value(owners[node], consumers, nbytes, dim is not None, grad, node.name)
-                values.append((value, traits.position[node], dim))
+                axis, nbytes = traits.axis(node), node.meta["val"].nbytes
+                call = traits.position[node]
+                if axis is not None:
+                    axes[call], nbytes = axis, nbytes // program.samples
+                value = Value(owners[node], consumers, nbytes, axis is not None, grad, node.name)
+                values.append((value, call))
     used = set[str]().union(*read)
     wholes: dict[str, Tensor] = dict(module.named_parameters())
     parameters = in_slices(wholes, used, view_named)
@@ -77,7 +78,7 @@ def build(
         type(module).__name__,
         stateful=changed_state(program, whole) if training else (),
     )
-    return graph, tuple(e[1] for e in entries), tuple(e[2] for e in entries)
+    return graph, tuple(e[1] for e in entries), axes
 
 
 def _readers(

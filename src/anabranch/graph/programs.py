@@ -26,7 +26,6 @@ from anabranch.graph.lowering import with_casts
 from anabranch.graph.module_state import device_of
 from anabranch.graph.opgraph import Precision
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
 
@@ -78,7 +77,6 @@ class Programs:
     Attributes:
         module: the user's, whose parameters the programs use.
         exporter: which captured the module; has its device, its rewrites and their refusals.
-        folded: calls of which programs have views that can be cut by samples.
         made: the programs that there are, on the exporter's device.
     """
 
@@ -86,7 +84,6 @@ class Programs:
     exporter: Exporter
     grouping: Grouping
     whole_batch: WholeBatch
-    folded: Folded
     signature: Signature
     made: InitVar[Sequence[FlatProgram]]
 
@@ -132,7 +129,7 @@ class Programs:
     def _lowered(self, samples: int, place: torch.device) -> FlatProgram:
         program = self.exporter.program(samples, place)
         self._require_same(program)
-        return unfold(self.whole_batch.put_in(program), self.folded)
+        return self.whole_batch.put_in(program)
 
     def under_autocast(self, precision: Precision, device_type: str) -> Programs:
         """The same programs under autocast, its casts with the operators that read them.

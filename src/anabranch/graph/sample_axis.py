@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import fx
 
 from anabranch.graph import operations
 from anabranch.graph.call_traits import (
+    SampleAxis,
     arguments,
     base_name,
     dims_along,
@@ -50,24 +51,13 @@ UNORDERED = "its samples are folded in an unknown way"
 MADE = "it is made of their number alone, as torch.arange(2 * n) is"
 
 
-@dataclass(frozen=True, slots=True)
-class SampleAxis:
-    """The samples of a value: in dimension ``dim`` (-1: it has none), ``inner`` consecutive indices
-    each; ``trouble`` says why they cannot be told apart, if so.
-    """
-
-    dim: int
-    inner: int = 1
-    trouble: str = ""
-
-
 def blocks(axis: SampleAxis, shape: Sequence[int], samples: int) -> tuple[int, int, int]:
     """A value as ``[before, samples, after]``, elements in order; 0 samples where it has none."""
     if axis.dim < 0:
         return 1, 0, math.prod(shape)
-    outer = shape[axis.dim] // (samples * axis.inner)
+    outer, _, inner = axis.parts(shape, samples)
     before = math.prod(shape[: axis.dim]) * outer
-    return before, samples, axis.inner * math.prod(shape[axis.dim + 1 :])
+    return before, samples, inner * math.prod(shape[axis.dim + 1 :])
 
 
 def sample_axes(

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.graph import operations
 from anabranch.graph.call_traits import (
+    SampleAxis,
     arguments,
     base_name,
     has_classes,
@@ -51,7 +52,6 @@ from anabranch.graph.flows import Assumption, Flow, SampleFlow, Statistic
 from anabranch.graph.sample_axis import (
     PAIRS,
     RAGGED,
-    SampleAxis,
     is_across,
     is_index,
     is_over_one_index,

@@ -18,26 +18,27 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.batch_layout import BatchLayout
-from anabranch.graph.call_traits import keyed, tensor
+from anabranch.graph.call_traits import SampleAxis, keyed, tensor
 from anabranch.graph.flat_program import CallKey, upstream
 from anabranch.graph.programs import Programs
-from anabranch.graph.sample_axis import SampleAxis, blocks, is_order_known, sample_axes
+from anabranch.graph.sample_axis import blocks, is_order_known, sample_axes
 
 TOLERANCE = 1e-2
 """Error from rounding, as a share of what rearranging samples changes."""
 
 
-def uncertain_calls(programs: Programs) -> frozenset[CallKey]:
-    """Calls above the folded values that stages may send, if neither their operation nor sizes tell
-    that their results have the samples in order; none where there are no numbers to compare.
+def uncertain_calls(programs: Programs, folded: Collection[int]) -> frozenset[CallKey]:
+    """Calls above the ``folded`` values that stages may send, given by positions, if neither their
+    operation nor sizes tell that their results have the samples in order; none where there are no
+    numbers to compare.
     """
     samples, device = programs.samples, programs.exporter.device
-    if not programs.folded or device.type == "meta":
+    if not folded or device.type == "meta":
         return frozenset()
     program, other = (programs.at(n, device=device) for n in (samples, 2 * samples))
     axes = sample_axes(program, other)
     keys = {node: key for key, node in keyed(program.calls)}
-    sent = [node for node, key in keys.items() if key in programs.folded]
+    sent = [node for call, node in enumerate(program.calls) if call in folded]
     return frozenset(
         keys[node]
         for node in upstream(sent)
@@ -49,7 +50,7 @@ def uncertain_calls(programs: Programs) -> frozenset[CallKey]:
 def _is_folded(axis: SampleAxis | None, value: Tensor | None, samples: int) -> bool:
     if axis is None or value is None or axis.dim < 0 or axis.trouble:
         return False
-    return value.shape[axis.dim] != samples
+    return axis.is_folded(value.shape, samples)
 
 
 def reordering_calls(

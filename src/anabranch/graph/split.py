@@ -10,6 +10,11 @@ they need, and the model's own parameters. What crosses a stage boundary goes th
     |      +-> d     |         |                |
     +----------------+         +----------------+
 
+Where samples share a dimension with something else, as frames of a video do, a port has a view that
+slices of them cut, and its reader the value again::
+
+    v: [n * f, l]     sent: v.unflatten(0, [1, n, f]).movedim(1, 0)     read: the same undone
+
 One port per value and consuming stage makes gradients right. Gradients bitwise those of one process
 (``exact``) need a port for each use that autograd would add on its own; the producer adds what
 comes back in the order of one process (``gradient_order``). The uses that are added first may be
@@ -42,6 +47,7 @@ from anabranch.remembered import remembered
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
+_aten = torch.ops.aten
 Strides = dict[fx.Node, tuple[int, ...]]
 
 _GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -241,7 +247,7 @@ class _Cutter:
         returned = [self.sent(port) for port in outputs]
         returned += [self.env[loss]] if loss in self.env else []
         returned += [
-            self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made
+            self.graph.call_function(_aten.detach.default, (self.env[n],)) for _, n in made
         ]
         self.graph.output(tuple(returned))
         module = fx.GraphModule(self.attributes, self.graph, f"Stage{self.stage}")
@@ -268,38 +274,46 @@ class _Cutter:
                 names.append(source.name)
         return names
 
+    def unfolded(self, value: int) -> tuple[torch.Tensor, int, list[int]]:
+        """A tensor like a value, with the samples in a dimension of their own, and that one; sizes
+        of the dimension that they share in the value, if it is not their own.
+        """
+        like, call = self.node_of(value).meta["val"].detach(), self.captured.value_calls[value]
+        axis = self.captured.axes.get(call)
+        if axis is None or call not in self.captured.folded:
+            return like, 0 if axis is None else axis.dim, []
+        sizes = axis.parts(like.shape, self.program.samples)
+        return like.unflatten(axis.dim, sizes), axis.dim + 1, sizes
+
     def shape(self, value: int) -> tuple[torch.Size, torch.dtype]:
-        like = self.node_of(value).meta["val"]
-        dim = self.captured.batch_dims[value]
-        sizes = list(like.shape)
-        if dim:
-            sizes.insert(0, sizes.pop(dim))
-        return torch.Size(sizes), like.dtype
+        like, dim, _ = self.unfolded(value)
+        return like.movedim(dim, 0).shape, like.dtype
 
     def restored(self, port: Port) -> fx.Node:
         """Undo what ``sent`` did, in memory too: views need the strides, kernels differ by them."""
-        node, dim = self.received[port], self.captured.batch_dims[port.value]
+        node = self.received[port]
+        like, dim, sizes = self.unfolded(port.value)
         if dim:
-            node = self.graph.call_function(torch.ops.aten.movedim.int, (node, 0, dim))
-        order = self.layout(port)
-        return node if order is None else self.graph.call_function(dense, (node, order))
-
-    def layout(self, port: Port) -> list[int] | None:
-        """Dimensions by stride, where a sent tensor would come out in another layout."""
-        like = self.node_of(port.value).meta["val"]
-        if not self.captured.batch_dims[port.value] and like.is_contiguous():
-            return None
-        return sorted(range(like.dim()), key=lambda d: -like.stride(d))
+            node = self.graph.call_function(_aten.movedim.int, (node, 0, dim))
+        if dim or not like.is_contiguous():
+            strides = like.stride()
+            order = sorted(range(like.dim()), key=lambda d: -strides[d])
+            node = self.graph.call_function(dense, (node, order))
+        if sizes:
+            node = self.graph.call_function(_aten.flatten.using_ints, (node, dim - 1, dim + 1))
+        return node
 
     def sent(self, port: Port) -> fx.Node:
-        call, dim = self.captured.value_calls[port.value], self.captured.batch_dims[port.value]
+        call, (_, dim, sizes) = self.captured.value_calls[port.value], self.unfolded(port.value)
         result = self.env[self.calls[call]]
         if port.grad and call in self.uses.summands:
             result = self.alias(call, port.order)
         elif port.grad:
             result = self.with_strides(call)
+        if sizes:
+            result = self.graph.call_function(_aten.unflatten.int, (result, dim - 1, sizes))
         if dim:
-            result = self.graph.call_function(torch.ops.aten.movedim.int, (result, dim, 0))
+            result = self.graph.call_function(_aten.movedim.int, (result, dim, 0))
         return result
 
     def alias(self, call: int, order: int) -> fx.Node:

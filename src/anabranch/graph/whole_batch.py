@@ -206,7 +206,7 @@ class WholeBatch:
 def _as_rows(value: Tensor, statistic: Statistic, samples: int) -> Tensor:
     """A statistic as rows ``[n, ...]``; of folded samples ``[n, ..., outer, inner, ...]``."""
     if (axis := statistic.axis) is not None:
-        sizes = (-1, samples, axis.inner)
+        sizes = axis.parts(value.shape, samples)
         return torch.unflatten(value, axis.dim, sizes).movedim(axis.dim + 1, 0)
     row = value.double() / samples if statistic.share else value
     return row.expand(samples, *value.shape)

@@ -89,7 +89,8 @@ def stage_modules(split: Split) -> StageModules:
     return StageModules(tuple(map(tuple, names)), tuple(opened), tuple(map(tuple, loose)))
 
 
-_RESTORES = (torch.ops.aten.movedim.int, dense)
+_aten = torch.ops.aten
+_RESTORES = (_aten.movedim.int, dense, _aten.flatten.using_ints)
 
 
 @dataclass(frozen=True)

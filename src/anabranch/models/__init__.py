@@ -1,4 +1,4 @@
-"""The built-in models: those of the GraphPipe paper, and one on real data.
+"""Built-in models: those of the GraphPipe paper, and one on real data.
 
 A model is one file with ``PRESETS`` (preset -> sizes, a frozen dataclass whose fields are its
 options) and ``workload`` (sizes -> Workload), and one line in ``MODELS``.
@@ -24,7 +24,7 @@ MODELS: Mapping[str, str] = {
     "transformer": "sequential language model, no branches",
     "glyphs": "image and text tower that learn whether a name belongs to a picture, real data",
 }
-"""Name -> what it is, in one line."""
+"""Name -> description in one line."""
 
 
 def build(
@@ -34,17 +34,17 @@ def build(
     options: Mapping[str, str] | None = None,
     meta: bool = False,
 ) -> Workload:
-    """A built-in model as a workload.
+    """Return a built-in model as a workload.
 
     Args:
         name: a key of ``MODELS``.
         preset: ``published`` (the paper's sizes) or ``small`` (quick steps on one processor core).
         options: size -> its value as text, such as ``{"branches": "2"}``.
-        meta: without memory for parameters or values in the example, for planning only.
+        meta: build parameters and example without memory, for planning only.
 
     Raises:
         ValueError: for an unknown model, preset or option; the message names those that exist.
-        DataError: where a model on real data can neither find nor download it.
+        DataError: if a model on real data can neither find nor download its data.
     """
     home = _home(name)
     if preset not in home.PRESETS:
@@ -55,14 +55,14 @@ def build(
 
 
 def options_of(name: str) -> dict[str, dict[str, str]]:
-    """The options of a built-in model: option -> preset -> default; a ``ValueError`` if unknown."""
+    """Return option -> preset -> default of a built-in model; a ``ValueError`` if unknown."""
     presets: Mapping[str, Any] = _home(name).PRESETS
     names = [field.name for field in fields(next(iter(presets.values())))]
     return {n: {preset: str(getattr(sizes, n)) for preset, sizes in presets.items()} for n in names}
 
 
 def _home(name: str) -> ModuleType:
-    """The module of a model; loaded on use, as those on real data need more than torch."""
+    """Import the module of a model; only then, as models on real data need more than torch."""
     if name not in MODELS:
         raise ValueError(
             f"there is no built-in model {name}{meant(name, MODELS)}; there are "

@@ -26,7 +26,7 @@ from anabranch.workload import Batch, Workload
 
 @dataclass(frozen=True)
 class CandleUnoSizes(Sizes):
-    """``features``: width of each branch's input; ``top_layers``: after the concatenation."""
+    """``features``: width of each branch's input; ``top_layers``: layers after concatenation."""
 
     branches: int = 7
     layers: int = 4
@@ -58,7 +58,7 @@ class CandleUno(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """``inputs``: per branch [samples, features]; ``target``: [samples], mean 0, variance 1.
 
-        The metric ``r2`` is the share of that variance which is explained: 0 for guessing the mean.
+        The metric ``r2`` is the explained share of the variance: 0 for guessing the mean.
         """
         joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
         loss = F.mse_loss(self.head(self.top(joined)).squeeze(-1), target)
@@ -66,7 +66,7 @@ class CandleUno(nn.Module):
 
 
 def response(sizes: CandleUnoSizes) -> Draw:
-    """Draws a normal response, which each branch's features show along a direction of their own."""
+    """Draw a normal response; each branch's features show it along a direction of their own."""
     patterns = prototypes(sizes.branches, sizes.features, sizes.seed)
 
     def draw(samples: int, generator: torch.Generator) -> Batch:

@@ -28,7 +28,7 @@ from anabranch.workload import Batch, Workload
 
 @dataclass(frozen=True)
 class DLRMSizes(Sizes):
-    """``features``: width of a dense input; ``embedding``: of a table with ``rows`` rows."""
+    """``features``: width of a dense input; ``embedding``: width of a table with ``rows`` rows."""
 
     dense_branches: int = 7
     sparse_branches: int = 7
@@ -76,7 +76,7 @@ class DLRM(nn.Module):
     Args:
         features: width of each dense input.
         tables: rows of each sparse input's table.
-        sizes: all others.
+        sizes: all other sizes.
     """
 
     def __init__(self, features: Sequence[int], tables: Sequence[int], sizes: DLRMSizes):
@@ -106,7 +106,7 @@ class DLRM(nn.Module):
 
 
 def clicks(sizes: DLRMSizes) -> workload_builders.Draw:
-    """Draws clicks, even odds; dense features show them as a pattern, rows by more odd numbers."""
+    """Draw clicks, half of them 1: dense features show them as a pattern, rows by odd numbers."""
     patterns = workload_builders.prototypes(sizes.dense_branches, sizes.features, sizes.seed)
 
     def draw(samples: int, generator: torch.Generator) -> Batch:

@@ -26,7 +26,7 @@ from anabranch.workload import Batch, Workload
 
 @dataclass(frozen=True)
 class GlyphNamesSizes(Sizes):
-    """``layers``: per tower; ``patch``: in points; ``steps``: in which the learning rate decays."""
+    """``layers`` per tower, ``patch`` in points, ``steps`` until the learning rate has decayed."""
 
     layers: int = 8
     hidden: int = 512
@@ -75,7 +75,7 @@ class Patches(nn.Module):
 
 
 class Words(nn.Module):
-    """A word is the sum of its pieces."""
+    """Maps words to tokens: each is the sum of its pieces' embeddings."""
 
     def __init__(self, buckets: int, hidden: int):
         super().__init__()
@@ -113,7 +113,7 @@ class Tower(nn.Module):
 
 
 class GlyphNames(nn.Module):
-    """Both towers and the question whether they point the same way; binary cross-entropy."""
+    """Both towers and a logit from the cosine of their vectors; binary cross-entropy."""
 
     def __init__(self, sizes: GlyphNamesSizes):
         super().__init__()
@@ -135,7 +135,7 @@ class GlyphNames(nn.Module):
 
 
 def workload(sizes: GlyphNamesSizes, *, meta: bool = False) -> Workload:
-    """The two towers on true and false pairs; held-out glyphs are paired among themselves."""
+    """Return the two towers on true and false pairs; held-out glyphs form pairs of their own."""
     glyphs = load_glyphs(sizes.buckets)
 
     def gather(pairs: torch.Tensor) -> Batch:

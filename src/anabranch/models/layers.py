@@ -1,4 +1,4 @@
-"""Layers of the built-in models, in plain tensor operations that capture sees."""
+"""Layers of the built-in models, in plain tensor operations that can be captured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with dropout of its weights; causal ones see no later position."""
+    """Multi-head self-attention with dropout of its weights; if causal, to no later position."""
 
     def __init__(self, hidden: int, heads: int, dropout: float = 0.0, *, causal: bool = False):
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and a feed-forward part, each normalised first and added to what came in."""
+    """Attention and a feed-forward part, each behind a norm and added to its input."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Stack(nn.Module):
 
 
 class FeedForward(Stack):
-    """Dense layers; ``widths`` starts with that of the input."""
+    """Dense layers; ``widths`` begins with the width of the input."""
 
     def __init__(self, widths: Sequence[int], dropout: float = 0.0):
         super().__init__(
@@ -130,14 +130,14 @@ class BranchClassifier(nn.Module):
 
 
 def of_classes(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cross-entropy and accuracy; [..., classes] and [...], the right class of each."""
+    """Return cross-entropy and accuracy of logits [..., classes] for right classes [...]."""
     right = logits.argmax(-1) == target
     loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
     return {"loss": loss, "accuracy": right.float().mean()}
 
 
 def of_answers(logit: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Binary cross-entropy and accuracy; [samples] and [samples], 0 or 1."""
+    """Return binary cross-entropy and accuracy of logits [samples] for answers of 0 or 1."""
     right = (logit > 0) == (target > 0.5)
     loss = F.binary_cross_entropy_with_logits(logit, target)
     return {"loss": loss, "accuracy": right.float().mean()}

@@ -5,9 +5,9 @@
     inputs.2 -> 8 transformer layers --+
     inputs.3 -> 8 transformer layers --+
 
-Each branch reads a sequence of embeddings of one modality. Four branches of eight layers are what
-appendix A.2 gives; section 7.2 speaks of two (``-o branches=2``). The paper does not say what
-follows the concatenation; here a classifier, small beside the branches.
+Each branch reads a sequence of embeddings of one modality. Appendix A.2 gives four branches of
+eight layers; section 7.2 speaks of two (``-o branches=2``). The paper does not say what follows the
+concatenation; here it is a classifier, small beside the branches.
 """
 
 from __future__ import annotations

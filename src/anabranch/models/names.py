@@ -28,13 +28,13 @@ def resolve(
     options: Mapping[str, str] | None = None,
     meta: bool = False,
 ) -> Workload:
-    """The workload that ``text`` names.
+    """Return the workload that ``text`` names.
 
     Args:
         text: a built-in model, or ``package.module:function``, where the module may lie in the
             current directory and the function returns a ``Workload``, or ``file.py:function``.
-        preset: of a built-in model; a function takes it where it has an argument of that name.
-        options: of a built-in model; a function gets them as keyword arguments, as text.
+        preset: preset of a built-in model; also passed to a function with an argument of that name.
+        options: options of a built-in model; a function gets them as keyword arguments, as text.
         meta: build the module without memory for its parameters, for planning only.
 
     Raises:
@@ -69,7 +69,7 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
         except (RuntimeError, TypeError) as error:
             if not meta or "meta" not in str(error):
                 raise
-            workload = function(**options)  # which reads the values of its parameters
+            workload = function(**options)  # it reads values of its parameters
     if not isinstance(workload, Workload):
         raise ValueError(
             f"{text} returned {with_article(type(workload).__name__)}, not an anabranch.Workload; "
@@ -83,17 +83,17 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as modules register them, one at a time.
+    """Free the memory of parameters as modules register them, one at a time.
 
     Not ``torch.device("meta")``: under it a function that draws its example from a generator fails.
     """
 
     def drop(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
-            return None  # as it is, so that tied parameters stay one
+            return None  # unchanged, so that tied parameters stay one
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    # What a hook returns replaces the parameter; the annotation of PyTorch forgets it.
+    # The result of a hook replaces the parameter; PyTorch's annotation leaves that out.
     handle = register_module_parameter_registration_hook(drop)  # type: ignore[arg-type]
     try:
         yield
@@ -102,10 +102,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _find_function(text: str) -> Callable[..., object]:
-    """The function of ``package.module:function``."""
+    """Import the function of ``package.module:function`` or ``file.py:function``."""
     place, _, attribute = text.partition(":")
     here = os.getcwd()
-    if place.endswith(".py"):  # a file, as one completes it in a shell
+    if place.endswith(".py"):  # a file, as completed in a shell
         file = Path(place).absolute()
         here, place = str(file.parent), file.stem
     if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
@@ -116,7 +116,7 @@ def _find_function(text: str) -> Callable[..., object]:
         with naming_place(f"{text} cannot be had, because importing {place} raised"):
             function: object = importlib.import_module(place)
     except WorkloadError as error:
-        # A module that exists may lack one of its own imports, which is another thing.
+        # A module that exists may lack one of its own imports: another error.
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise
@@ -146,7 +146,7 @@ def _find_function(text: str) -> Callable[..., object]:
 
 
 def _may_make_workload(function: object) -> bool:
-    """True for Python code outside of the standard library; ``os:system`` is none."""
+    """Return True for Python code outside of the standard library, unlike ``os:system``."""
     while isinstance(function, partial) or hasattr(function, "__wrapped__"):
         function = function.func if isinstance(function, partial) else function.__wrapped__
     if inspect.isclass(function):

@@ -16,7 +16,7 @@ _MAY_BE_ZERO = ("top_layers", "seed")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Base of every model's sizes: whole numbers are at least 1, but for what may be zero."""
+    """Base of every model's sizes; whole numbers are at least 1, except ``_MAY_BE_ZERO``."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -26,7 +26,7 @@ class Sizes:
 
 
 def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
-    """The sizes, a dataclass, with some fields replaced by what texts say.
+    """Return the sizes, a dataclass, with options, given as text, in place of some fields.
 
     Raises:
         ValueError: for a field that does not exist (the message lists them) or a value that
@@ -42,7 +42,7 @@ def with_options(sizes: _T, options: Mapping[str, str], model: str) -> _T:
 
 
 def _parse(key: str, text: str, old: Any) -> Any:
-    """A value of the type that the option has."""
+    """Parse a text as a value of the option's type, that of ``old``."""
     try:
         value = TypeAdapter(type(old)).validate_python(text)
     except ValidationError:

@@ -2,8 +2,8 @@
 
     tokens -> embedding -> 32 causal transformer layers -> norm -> next token
 
-As in GraphPipe's appendix A.3, with the sizes of MMT: four branches of eight layers in line. The
-paper gives no vocabulary; it is kept small, so that the layers are what is planned.
+As in GraphPipe's appendix A.3, with the sizes of MMT: its four branches of eight layers in a row.
+The paper gives no vocabulary; here it is small, so that the layers take most of the time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from anabranch.models.workload_builders import Draw, seeded, synthetic_workload
 from anabranch.workload import Batch, Workload
 
 SUCCESSORS = 4
-"""Each token of the synthetic language is followed by one of this many: the best loss is ln 4."""
+"""Number of tokens that may follow each token of the synthetic language: the best loss is ln 4."""
 
 
 @dataclass(frozen=True)
 class TransformerSizes(Sizes):
-    """``sequence`` in tokens; ``tied`` uses the embedding as the output layer's weight, too."""
+    """``sequence`` in tokens; with ``tied`` the embedding is also the output layer's weight."""
 
     layers: int = 32
     sequence: int = 256
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
 
 
 def random_language(sizes: TransformerSizes) -> Draw:
-    """Draws sequences of a Markov chain in which each token has a few equally likely successors."""
+    """Draw sequences of a Markov chain in which each token has a few equally likely successors."""
     successors = torch.randint(
         sizes.vocabulary, (sizes.vocabulary, SUCCESSORS), generator=seeded(sizes.seed)
     )

@@ -1,7 +1,8 @@
-"""Workloads of the built-in models: parameters from a seed (or none, for planning), data, AdamW.
+"""Workloads of the built-in models: parameters from a seed (on meta for planning), data, AdamW.
 
 The papers' models have synthetic batches with something to learn, as their own data is not public.
-Every batch is drawn from a seed of its own: ranks draw the same without talking, no epoch repeats.
+Every batch is drawn from a seed of its own: ranks draw equal batches by themselves, and no epoch
+repeats another.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from anabranch.workload import Batch, NamedParameters, Workload, to_meta
 
 @dataclass(frozen=True, slots=True)
 class SyntheticData:
-    """Sizes of data that is drawn.
+    """Sizes of random data.
 
     Attributes:
         steps_per_epoch: batches of an epoch.
         eval_batches: held-out batches.
-        eval_epoch: epoch of the held-out batches, which training does not come to.
-        signal: standard deviation of the pattern against noise of 1: learned in dozens of
-            steps, not in one.
+        eval_epoch: epoch of the held-out batches, which training never reaches.
+        signal: standard deviation of the pattern under noise of 1; it takes dozens of steps to
+            learn, not one.
         example_samples: samples of a workload's example.
     """
 
@@ -42,11 +43,11 @@ SYNTHETIC = SyntheticData()
 
 
 Draw = Callable[[int, torch.Generator], Batch]
-"""(samples, source of chance) -> one batch."""
+"""(samples, source of random numbers) -> one batch."""
 
 
 def seeded(*numbers: int) -> torch.Generator:
-    """A generator that depends on every one of the numbers."""
+    """Return a generator whose seed depends on each of the numbers."""
     state = 0
     for number in numbers:
         # Knuth's 64-bit linear congruential generator spreads neighbouring numbers apart.
@@ -55,7 +56,7 @@ def seeded(*numbers: int) -> torch.Generator:
 
 
 def stream(draw: Draw, seed: int, batches: int) -> Callable[[int, int], Iterator[Batch]]:
-    """``Workload.data``: (batch size, epoch) -> batches."""
+    """Return a function for ``Workload.data``: (batch size, epoch) -> batches."""
 
     def epoch_batches(batch_size: int, epoch: int) -> Iterator[Batch]:
         for step in range(batches):
@@ -65,21 +66,21 @@ def stream(draw: Draw, seed: int, batches: int) -> Callable[[int, int], Iterator
 
 
 def prototypes(classes: int, width: int, seed: int) -> torch.Tensor:
-    """One direction of unit variance per class; [classes, width]."""
+    """Return a direction of unit variance per class; [classes, width]."""
     return torch.randn(classes, width, generator=seeded(seed, classes, width))
 
 
 def under_noise(
     pattern: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor:
-    """Normal noise of [samples, *shape] plus each sample's pattern, [samples, last of shape]."""
+    """Return noise of [samples, *shape] plus each sample's pattern, [samples, last of shape]."""
     samples = pattern.shape[0]
     signal = pattern.view(samples, *[1] * (len(shape) - 1), shape[-1])
     return torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SYNTHETIC.signal)
 
 
 def class_patterns(shapes: Sequence[tuple[int, ...]], classes: int, seed: int) -> Draw:
-    """Draws ``{"inputs": one tensor per tower, "target": class of each sample}``.
+    """Draw ``{"inputs": one tensor per tower, "target": class of each sample}``.
 
     Args:
         shapes: per tower, the shape of one sample; the pattern lies along the last dimension.
@@ -111,11 +112,11 @@ def synthetic_workload(
     width: int,
     chance: dict[str, float],
 ) -> Workload:
-    """A workload on batches that ``draw`` makes up; wide models (``width``) learn more slowly.
+    """Return a workload on batches of ``draw``; wide models (``width``) have lower learning rates.
 
     Args:
-        meta: on the meta device, without memory or values.
-        chance: metric -> what guessing would give.
+        meta: build on the meta device, without memory or values.
+        chance: metric -> its value for guessing.
     """
     example = draw(SYNTHETIC.example_samples, seeded(sizes.seed))
     held_out = stream(draw, sizes.seed, SYNTHETIC.eval_batches)
@@ -133,7 +134,7 @@ def synthetic_workload(
 def branches_workload(
     name: str, make: Callable[[], nn.Module], sizes: Any, *, meta: bool
 ) -> Workload:
-    """Branches over sequences, which all show the pattern of the class under noise."""
+    """Return a workload of branches whose sequences show the class's pattern under noise."""
     shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
     return synthetic_workload(
         name,
@@ -158,14 +159,16 @@ def dataset_workload(
     meta: bool,
     chance: dict[str, float],
 ) -> Workload:
-    """A workload on a data set in memory; the learning rate rises, then falls (``sizes.steps``).
+    """Return a workload on a data set in memory; the learning rate rises, then falls.
 
     Args:
         gather: rows of the data set -> their batch.
-        epoch_rows: source of chance -> the training rows of one epoch in their order.
+        epoch_rows: source of random numbers -> training rows of one epoch in their order.
         held_out: rows to evaluate on.
-        meta: on the meta device, without memory or values.
-        chance: metric -> what guessing would give.
+        sizes: with ``learning_rate``, and ``steps`` until it has fallen.
+        example: rows of the example.
+        meta: build on the meta device, without memory or values.
+        chance: metric -> its value for guessing.
     """
 
     def data(batch_size: int, epoch: int) -> Iterator[Batch]:
@@ -185,7 +188,7 @@ def dataset_workload(
 
 
 def _initialised(make: Callable[[], nn.Module], seed: int, *, meta: bool) -> nn.Module:
-    """The module, the same on every rank; the caller's random state is left alone."""
+    """Make the module, the same on every rank; leave the caller's random state alone."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
         return make()
@@ -198,7 +201,7 @@ def _adam(parameters: NamedParameters, learning_rate: float) -> torch.optim.Opti
 def warm_up_then_cosine(
     optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate rises for 50 steps (at most a tenth), then falls to 1 % at ``steps``."""
+    """Raise the learning rate for 50 steps (at most a tenth), then lower it to 1 % at ``steps``."""
     rising = min(50, max(1, steps // 10))
 
     def share(step: int) -> float:
@@ -209,12 +212,12 @@ def warm_up_then_cosine(
 
 
 def shuffled(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The rows in random order."""
+    """Return the rows in random order."""
     return rows[torch.randperm(len(rows), generator=generator)]
 
 
 def whole_batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
-    """Leave out the short last batch; fewer rows than one batch are one batch nevertheless."""
+    """Generate batches of rows without a short last one; too few rows for any make one batch."""
     if len(rows) >= batch_size:
         rows = rows[: len(rows) // batch_size * batch_size]
     return map(gather, torch.split(rows, batch_size))

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from anabranch.errors import DataError
 from anabranch.graph.module_state import with_attributes
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, most, take_rows
 
 _SIZES = "image_grid_thw"
 _SPLIT: Any = torch.split
@@ -216,8 +216,7 @@ def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
 
     def permute(self: Any, values: Tensor, index: Tensor, seq_len: int) -> Tensor:
         units = values.reshape(*index.shape, -1)
-        chosen = units.gather(1, index[..., None].expand(-1, -1, units.shape[-1]))
-        return chosen.reshape(seq_len, -1)
+        return take_rows(units, index).reshape(seq_len, -1)
 
     def interpolating(plain: Any) -> Any:
         sizes = _SizesByPatch(shapes)

@@ -173,7 +173,7 @@ def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
     return [sample for group in groups for sample in sorted(group)]
 
 
-def take_rows(features: Tensor, index: Tensor, share: int) -> Tensor:
+def take_rows(features: Tensor, index: Tensor, share: int = 1) -> Tensor:
     """Take a row of features ``[samples, rows, d]`` for each token of an index ``[samples,
     tokens]``; rows are counted over the ``share`` samples that share them.
     """

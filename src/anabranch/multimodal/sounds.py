@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.multimodal.patches import segmented
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, most, take_rows
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,6 @@ class Sounds:
                 (hidden,) = layer(hidden, cu_seqlens=segments)
         slots = hidden.unflatten(0, segments.shape)
         pairs = tensors["audio_pairs"].flatten(0, 1)
-        first, second = (
-            slots.gather(1, pairs[..., side, None].expand(-1, -1, slots.shape[-1]))
-            for side in (0, 1)
-        )
+        first, second = (take_rows(slots, pairs[..., side]) for side in (0, 1))
         features = tower.proj(tower.ln_post((first + second) / 2)).flatten(0, 1)
         return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=features)

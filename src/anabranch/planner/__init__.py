@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _planner(home: str, name: str, **fixed: Any) -> Callable[..., Planner]:
-    """A planner that is imported when it is made, so that the names alone cost nothing."""
+    """Return a maker of planners that imports the module when called: names alone cost nothing."""
 
     def make(**options: Any) -> Planner:
         planner: Planner = getattr(import_module(f"{__name__}.{home}"), name)(**fixed, **options)
@@ -32,4 +32,4 @@ PLANNERS: Mapping[str, Callable[..., Planner]] = {
     "even": _planner("even", "Even"),
     "exhaustive": _planner("exhaustive", "Exhaustive"),
 }
-"""Name on the command line -> planner; by default with its default options."""
+"""Name on the command line -> maker of the planner, which takes its options."""

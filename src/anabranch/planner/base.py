@@ -20,8 +20,8 @@ class Planner(Protocol):
     keeps the best. Being a function of its arguments alone, a planner proposes the same list each
     time.
 
-    A planner that searches for long yields what it has as it goes, so that whoever interrupts the
-    search still has a plan; it may propose a stage graph twice.
+    A planner that searches for long yields plans as it finds them, so that an interrupted search
+    still has one. It may propose a stage graph twice.
 
     Attributes:
         schedules: keys of ``schedule.SCHEDULES`` that its paper runs such plans with.
@@ -41,7 +41,7 @@ class Planner(Protocol):
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
-            BudgetError: if the search would take more than it was given.
+            BudgetError: if the search would take more than its budget.
         """
         ...
 
@@ -65,12 +65,12 @@ WHOLE = Runs()
 def require_options(planner: str, found: object, **least: int | float) -> None:
     """Refuse options out of range, as early as they are set.
 
-    None passes: whether an option may be None is a matter of its type.
+    None passes; the type of an option says whether it may be None.
 
     Args:
         planner: key of ``planner.PLANNERS``.
-        found: has the options as attributes.
-        least: per option the least value it takes; no option takes infinity or NaN.
+        found: planner with the options as attributes.
+        least: option -> its least value; no option takes infinity or NaN.
 
     Raises:
         ValueError: names the first option that is out of range, its value and the range.

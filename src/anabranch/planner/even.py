@@ -1,7 +1,7 @@
 """The simplest pipeline: as many stages as devices, each with about the same work.
 
-As torchgpipe's ``balance``: contiguous runs of the model in one order that minimise the longest
-one. Transfers are ignored; plans that exceed the memory are rejected.
+As in torchgpipe's ``balance``, stages are contiguous runs of the model in one order that minimise
+the longest run. Transfers are ignored; plans that exceed the memory are rejected.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _parts(problem: Problem, microbatch_size: int, replicas: int = 1) -> list[Pa
 
 
 def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
-    """Error with the memory of the smallest micro-batches, and whether other chains fit."""
-    if not sizes:  # the profile has none that a stage without replicas could take
+    """Return an error with the memory needed at least; it says whether other chains fit."""
+    if not sizes:  # the profile covers none for a stage without replicas
         return explain(problem)
     cost, cluster = problem.cost, problem.cost.cluster
     count = -(-problem.batch_size // sizes[0])

@@ -113,7 +113,7 @@ class Exhaustive:
             )
 
     def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
-        """Candidates of one micro-batch size."""
+        """Generate the candidates of one micro-batch size."""
         assembler = problem.assembler(problem.prices(size))
         degrees = assembler.prices.degrees
         if not degrees:
@@ -131,7 +131,7 @@ class Exhaustive:
 def _assignments(
     prices: MicrobatchPrices, stages: Sequence[tuple[int, int]], devices: int, limit: int
 ) -> Iterator[list[Part]]:
-    """All ways to give the stages, as (mask, height), exactly so many devices that fit memory."""
+    """Generate all ways to give exactly ``devices`` devices to stages, (mask, height), that fit."""
     if not stages:
         if devices == 0:
             yield []

@@ -277,6 +277,13 @@ class Plan:
             "is not of this model, and another plan may be faster; plan this model anew"
         )
 
+    def with_values_of(self, graph: OpGraph) -> Plan:
+        """Return the plan with the size of a graph's values, which may be of another precision."""
+        if self.model_size is None:
+            return self
+        size = replace(self.model_size, value_bytes=ModelSize.of(graph).value_bytes)
+        return replace(self, model_size=size)
+
     def summary(self, gains: Sequence[str] = ()) -> str:
         """Return the predicted figures and a table of the stages, as plain text.
 

@@ -116,8 +116,8 @@ class Run:
         restarts: how often ranks were started again after a failure; figures are of the last time.
         recoveries: steps from which training went on in a part of its processes, each with the
             failure before.
-        stragglers: devices and links that took longer than predicted beside the others, at the last
-            look, as text.
+        stragglers: devices and links that took longer than the others, relative to predictions, at
+            the last comparison, as text.
         plan_changes: steps and reasons of changes to another plan; ``plan`` is the last one, and
             measurements are of that.
         gradients: result of the comparison of gradients with one process; empty if not known.

@@ -40,7 +40,7 @@ ORDERS: Mapping[str, str] = {
 """Name -> the order of passes in words."""
 
 LISTS = frozenset({"zb-h1", "zb-h2"})
-"""List schedules, for which stages have the lengths of their passes and messages."""
+"""List schedules, which need the lengths of passes and messages in the stages."""
 
 SPLIT_BACKWARDS = LISTS | {"1f1b-split", "1f1b-deep-split"}
 """Schedules with gradients of inputs before those of weights, see ``zero_bubble``."""
@@ -61,7 +61,7 @@ def rule_named(name: str) -> ScheduleRule:
 
 
 def glossary(plan: Plan) -> str:
-    """Meaning of words in a plan's summary that are not in everybody's; empty without stages."""
+    """Return the meaning of special words in a plan's summary; empty for a single stage."""
     graph = plan.stage_graph
     if len(graph) == 1:
         return ""

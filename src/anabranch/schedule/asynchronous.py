@@ -7,7 +7,7 @@ after the last backward of a mini-batch. Depth 3, one micro-batch per mini-batch
     stage 1    F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 ...      in flight 2
     stage 2    F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 ...      in flight 1
 
-In-flight counts are those of a batch without end: the longest distance to a sink plus 1.
+In-flight counts are those of an endless batch: the longest distance to a sink plus 1.
 
 Round robin (PipeDream, section 3: 1F1B-RR) is the same order over rounds. Replica r of R takes
 mini-batches r, R + r, 2R + r, ... whole; R of them in a row are a round, which makes one update.
@@ -17,8 +17,8 @@ So a round is one micro-batch of R mini-batches, of which each replica holds one
              replica 1   F1 F3 B1 U0 F5 B3 U1 F7      of U those of rounds
     stage 1              F0 B0 U0 F1 B1 U1 F2 B2
 
-Let M be the devices on the path from a stage to a sink that has most of them, its own included. A
-replica holds ceil(M / R) rounds, at the input stage of a chain the NOAM of the paper.
+Let M be the most devices on a path from a stage to a sink, its own included. A replica holds
+ceil(M / R) rounds; at the input stage of a chain this is the paper's NOAM.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ORDER = "1f1b"
 
 
 def repeated(graph: StageGraph, batches: int) -> StageGraph:
-    """The same stages with so many mini-batches in a row as one batch."""
+    """Return the same stages with several mini-batches in a row as one batch."""
     return replace(graph, batch_size=batches * graph.batch_size)
 
 
 def full_pipeline(graph: StageGraph, *, per_hop: int = 1) -> StageGraph:
-    """The same stages with the micro-batches in flight that each has where no batch ends."""
+    """Return the same stages with the micro-batches in flight of an endless batch."""
     most = max(stage.microbatch_size for stage in graph.stages)
     # No count can reach the number of micro-batches of so large a batch.
     long = replace(graph, batch_size=most * (per_hop * graph.depth + 1))
@@ -54,9 +54,8 @@ def full_pipeline(graph: StageGraph, *, per_hop: int = 1) -> StageGraph:
 
 
 def warm_up(graph: StageGraph) -> StageGraph:
-    """Set every stage's ``in_flight`` to that of the full pipeline, in micro-batches.
-
-    That is the longest distance to a sink plus 1, however few micro-batches a mini-batch has.
+    """Set every stage's ``in_flight`` to that of the full pipeline, in micro-batches: the longest
+    distance to a sink plus 1, even if a mini-batch has fewer.
 
     Raises:
         InvalidPlanError: if micro-batches do not divide the mini-batch or differ in size, or stages
@@ -89,7 +88,7 @@ def units_in_flight(in_flight: int, microbatches: int) -> int:
 
     Args:
         in_flight: micro-batches in flight.
-        microbatches: of a mini-batch.
+        microbatches: micro-batches of a mini-batch.
     """
     return 1 - (1 - in_flight) // microbatches
 
@@ -101,7 +100,7 @@ def stage_actions(
 
     Args:
         per_update: micro-batches of an update.
-        microbatches: in all; None for no end.
+        microbatches: micro-batches in all; None: endless.
     """
     for i in count() if microbatches is None else range(microbatches + in_flight - 1):
         if microbatches is None or i < microbatches:
@@ -130,21 +129,21 @@ class AsynchronousOrder:
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """Per stage, mini-batches of an update."""
+        """Mini-batches of an update, by stage."""
         return tuple(stage.replicas if self.round_robin else 1 for stage in self.graph.stages)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, updates of which a device holds a part between forward and backward."""
+        """Updates of which a device holds a part between forward and backward, by stage."""
         return tuple(units_in_flight(s.in_flight, self.per_update) for s in self.graph.stages)
 
     @cached_property
     def late(self) -> int:
-        """Number of later mini-batches after which every stage has learned from a mini-batch."""
+        """Number of later mini-batches after which a mini-batch has updated all weights."""
         return max((w + 1) * r - 1 for w, r in zip(self.in_flight, self.turns, strict=True))
 
     def deepest(self, stage: int) -> int:
-        """Return the mini-batches in flight where there are most, in updates of a stage."""
+        """Return the most mini-batches in flight at any stage, in updates of ``stage``."""
         held = max(w * r for w, r in zip(self.in_flight, self.turns, strict=True))
         return held // self.turns[stage]
 
@@ -154,9 +153,10 @@ class AsynchronousOrder:
         return stage_actions(stage, held, self.per_update, microbatches)
 
     def schedule(self, batches: int | None = None) -> tuple[StageGraph, Schedule]:
-        """Return the schedule of so many batches of ``graph``, which has been checked.
+        """Return the checked schedule of several batches of ``graph`` in a row.
 
-        By default these are a fill, more of the full pipeline than any stage holds, and a drain.
+        By default these are enough for a fill, more of the full pipeline than any stage holds, and
+        a drain.
 
         Raises:
             InvalidScheduleError: if it is out of order.
@@ -175,7 +175,7 @@ class AsynchronousOrder:
         return lcm(*self.turns)
 
     def computes(self, batches: int) -> tuple[StageGraph, Schedule]:
-        """Return so many batches of ``graph`` in a row, and their unchecked order without updates.
+        """Return batches of ``graph`` in a row, and their unchecked order without updates.
 
         A replica that takes turns waits for its own mini-batch of a round alone, so counts may rise
         along a stage edge in samples, which they may not otherwise.
@@ -212,7 +212,7 @@ def round_robin(graph: StageGraph, *, per_hop: int = 1) -> AsynchronousOrder:
     """Return the order in which replicas take mini-batches of ``graph`` in turn.
 
     Args:
-        per_hop: 2 holds more in flight, which hides transfers.
+        per_hop: with 2 more is in flight, which hides transfers.
     """
     paths = [0] * len(graph)  # mini-batches on the longest way to a sink
     for s in reversed(range(len(graph))):

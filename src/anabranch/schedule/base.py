@@ -13,7 +13,7 @@ Room = Callable[[int], int]
 
 
 class ScheduleRule(Protocol):
-    """Decides the order of the micro-batches of every stage.
+    """Decides the order of forwards and backwards of every stage.
 
     A rule is a pure function in two parts: ``warm_up`` gives the stage graph with every stage's
     ``in_flight`` set, ``order`` turns those counts into one list of compute actions per device.

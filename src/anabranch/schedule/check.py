@@ -11,9 +11,9 @@ The check assumes this transport:
   to compute them before it uses them;
 - the replicas of a stage sum gradients before an update, so they start it together.
 
-Every message that was sent arrives, so a deadlock is a cycle of devices that
-wait for each other. Running the lists once, without a clock, finds it: every order of running them
-stops at the same actions.
+Every message that was sent arrives, so a deadlock is a cycle of devices that wait for each other.
+Running the lists once, without a clock, finds it: they stop at the same actions whichever device
+runs first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ Channel = tuple[int, int, int, int, bool]
 
 
 def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Check that a schedule can be executed; its messages must be those that ``lower`` inserts.
-
-    Linear in the number of actions.
+    """Check that a schedule can be executed. Its messages must be those that ``lower`` inserts.
+    Time is linear in the number of actions.
 
     Args:
         edges: stage edges with messages.
@@ -66,8 +65,8 @@ def checked(order: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE
 
 
 def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Check order and number in flight of a schedule without messages, but no deadlocks, which a
-    simulation detects as well.
+    """Check order and number in flight of a schedule without messages. Deadlocks are left to
+    ``check_deadlock`` or to a simulation.
 
     Raises:
         InvalidScheduleError: as ``check`` does.

@@ -7,10 +7,9 @@
     stage 2   .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5          in flight 2
     stage 3   .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5             in flight 1
 
-The successors of a stage decide how many micro-batches it must hold: one group more than a
-successor, the largest count over several successors. So on a graph the longest distance to a sink
-counts, not the number of stages. Counts are in samples, because micro-batch sizes may differ from
-stage to stage.
+A stage must hold one group of micro-batches more than its successor, or than the successor that
+holds most. So on a graph the longest distance to a sink counts, not the number of stages. Counts
+are in samples, because micro-batch sizes may differ between stages.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ class KFKB:
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
         """Set ``in_flight`` of every stage, never more than it has micro-batches.
 
-        If memory does not suffice for the counts of ``per_hop``, they are as large as fits, and at
-        least the minimum. As counts may not rise along a stage edge, this limits the successors of
-        such a stage, too.
+        If the counts of ``per_hop`` do not fit memory, they are as large as fits, and at least the
+        minimum. Counts may not rise along a stage edge, so this limits the successors, too.
         """
         counts = least_in_flight(graph, per_hop=self.per_hop)
         if room is not None:
@@ -96,8 +94,8 @@ def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Orde
 def require_in_flight(graph: StageGraph) -> None:
     """Raise an error unless in-flight counts are set and, in samples, never rise along an edge.
 
-    If y runs more samples forward than x does before either has run one backward, y waits for x to
-    go on and x waits for y's gradients.
+    If y runs more samples forward before its first backward than x does before its own, y waits for
+    further samples of x, and x waits for gradients of y.
     """
     for s, stage in enumerate(graph.stages):
         if stage.in_flight == 0:
@@ -120,7 +118,7 @@ def require_in_flight(graph: StageGraph) -> None:
 
 
 def per_device(graph: StageGraph, orders: Sequence[Order]) -> Schedule:
-    """Return the schedule: the list of each device's stage, or of its stages merged."""
+    """Return the schedule: per device the order of its stage, or its stages' orders merged."""
     if graph.shares_devices:
         # It loads NumPy, without which the command line lists schedules in its help.
         from anabranch.schedule.list_passes import interleaved

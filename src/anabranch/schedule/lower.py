@@ -1,8 +1,8 @@
 """Lowering: sends and receives are inserted between the computes of a schedule.
 
-A message between two replicas has the samples that one computes and the other needs.
-Replicas hold equal slices of a micro-batch, so with 8 samples, stage 0 on one device in
-micro-batches of 4, stage 1 on two devices in micro-batches of 8::
+A message between two replicas has the samples that one computes and the other needs. Replicas hold
+equal slices of a micro-batch. So with 8 samples, stage 0 on one device in micro-batches of 4, and
+stage 1 on two devices in micro-batches of 8::
 
     stage 0, device 0   [ F0: 0 1 2 3 ][ F1: 4 5 6 7 ]
     stage 1, device 1   [ F0: 0 1 2 3 ]                      0SF0>1@1[0:4]
@@ -101,7 +101,7 @@ def messages(
     """Generate the messages from one stage to another, by ascending samples.
 
     Args:
-        inside_devices: generate what a device hands from one stage to the other without a message.
+        inside_devices: generate samples that a device keeps for its other stage, without a message.
     """
     table = message_table(graph, source, target, forward=forward, inside_devices=inside_devices)
     return map(Message._make, table.T.tolist())
@@ -121,10 +121,10 @@ def message_table(
 def needs(
     graph: StageGraph, edges: MessageEdges = EVERY_EDGE, *, inside_devices: bool = False
 ) -> Mapping[Compute, list[Compute]]:
-    """Map computes to those of other stages whose values or gradients they take.
+    """Map each compute to the computes of other stages whose values or gradients it takes.
 
     Args:
-        inside_devices: only those that a device takes from itself, without a message.
+        inside_devices: only computes on the same device, which need no message.
     """
     result: dict[Compute, list[Compute]] = defaultdict(list)
     if inside_devices and not graph.shares_devices:

@@ -1,6 +1,6 @@
 """Split backwards in a list schedule: gradients of inputs first, those of weights in the gaps.
 
-A stage waits for the gradients of inputs (I) of the stages behind it, and nobody for those of
+A stage waits for the gradients of inputs (I) of the stages behind it, and none for those of
 weights (W). So W can wait until a device has nothing else to do, and the pipeline drains sooner. A
 chain of four equal stages whose memory holds four micro-batches, I and W as long as F::
 
@@ -11,11 +11,11 @@ chain of four equal stages whose memory holds four micro-batches, I and W as lon
 
 (Qi et al., *Zero Bubble Pipeline Parallelism*, 2024, sections 2 and 3, on a chain, with schedules
 H1 and H2 by hand and a heuristic.) Here the computes of any stage graph are simulated once, in the
-order of their start. A device takes the gradients of inputs that are due first, since the way back
-is what the step waits for, then forwards, then the rest; W only into a gap that is long enough, or
-where memory holds no further micro-batch. Nobody waits for the gradients of a first stage's inputs,
-so its backward stays whole. Then passes are moved once more (``schedule.justify``). ``Stage`` says
-how long passes and messages take; the best of two lists is taken.
+order of their start. A device takes gradients of inputs first, as the step waits for the way back,
+then forwards, then the rest; W only into a gap that is long enough, or where memory holds no
+further micro-batch. No stage waits for the gradients of a first stage's inputs, so its backward
+stays whole. Then passes are moved once more (``schedule.justify``). ``Stage`` says how long passes
+and messages take; the best of two lists is taken.
 
 Of 100 drawn stage graphs of up to 6 stages and 8 micro-batches (``python -m benchmarks.schedules``)
 100 lists are the shortest where stages are alike, and 95 where passes take 1 to 3 s; without the
@@ -40,8 +40,8 @@ class ZeroBubble:
     """A list schedule with split backwards.
 
     Attributes:
-        memory: samples that a stage may hold, in times of the fullest stage's under 1F1B: 1 is H1,
-            2 is H2 on a chain.
+        memory: samples that a stage may hold, as a multiple of the fullest stage's under 1F1B. On a
+            chain 1 is H1, 2 is H2.
     """
 
     memory: int = 1
@@ -49,7 +49,7 @@ class ZeroBubble:
     per_hop: ClassVar[int] = 0
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
-        """Set how many micro-batches are between a forward and the end of its backward at most."""
+        """Set the most micro-batches between a forward and the end of its backward."""
         graph = with_in_flight(graph, self.most_in_flight(graph, room))
         # NumPy is imported where it is used: the command line lists schedules in its help at once.
         from anabranch.schedule.list_passes import ListPasses, lengths_of
@@ -78,8 +78,8 @@ class ZeroBubble:
 
 @lru_cache(maxsize=256)
 def _orders(graph: StageGraph) -> dict[int, Order]:
-    """Return the best of two lists at the end of each: with the lengths of passes as they are, and
-    as if stages were alike, which makes regular lists.
+    """Return the list that ends first of two: made with the lengths of passes as they are, or as if
+    all stages were alike, which makes regular lists.
     """
     from anabranch.schedule.list_passes import ListPasses, lengths_of
 
@@ -99,7 +99,7 @@ class InputsFirst:
     """1F1B whose backwards are split: gradients of inputs, which are sent, then those of weights.
 
     Attributes:
-        increase: of the warm-up per stage edge, see ``KFKB.per_hop``.
+        increase: increase of the warm-up per stage edge, see ``KFKB.per_hop``.
     """
 
     increase: int = 1

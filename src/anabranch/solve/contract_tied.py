@@ -40,5 +40,5 @@ def because(contracted: Contracted) -> str:
             f"{' and '.join(contracted.whole.graph.names(mask))} read "
             f"parameter{'s' * (len(names) > 1)} {some(names)} and are in one stage{between}"
         )
-    rest = [f"{len(sentences) - 3} more groups likewise"] if len(sentences) > 4 else []
+    rest = [f"{len(sentences) - 3} more groups share parameters"] if len(sentences) > 4 else []
     return "; ".join([*sentences[: 3 if rest else 4], *rest])

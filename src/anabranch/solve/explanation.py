@@ -41,7 +41,7 @@ _FLOORS = {
     "longest_path": "longest path, there and back",
     "busiest_link": "this plan, by busiest link",
     "all_reduce": "this plan, by all-reduce",
-    "data_parallel_all_reduce": "data parallelism, likewise",
+    "data_parallel_all_reduce": "data parallelism, all-reduce",
 }
 
 _CAUSES = {

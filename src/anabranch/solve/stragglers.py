@@ -38,7 +38,7 @@ class Straggler:
     Attributes:
         devices: the device, or the two ends of the link.
         times: how many times as long it takes as the others, relative to predictions.
-        seconds: seconds of a step that it takes more than if it were like the others.
+        seconds: seconds per step that it takes more than if it were like the others.
         is_alone: True for the only link, which is compared with its own prediction.
     """
 
@@ -50,9 +50,9 @@ class Straggler:
     def __str__(self) -> str:
         where = "-".join(map(str, self.devices))
         what = "device" if len(self.devices) == 1 else "link"
-        how = f"{self.times:.1f} times as long as predicted"
-        how += "" if self.is_alone else " beside the others"
-        return f"{what} {where} takes {how}, {self.seconds * 1e3:.3g} ms a step"
+        than = "predicted" if self.is_alone else "the others, relative to predictions"
+        times, more = f"{self.times:.1f} times as long as {than}", f"{self.seconds * 1e3:.3g} ms"
+        return f"{what} {where} takes {times}: {more} more a step"
 
 
 def stragglers(measured: Sequence[Timeline], predicted: Timeline) -> list[Straggler]:

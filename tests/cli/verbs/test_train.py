@@ -97,11 +97,11 @@ def test_data_that_raises_ends_every_rank_and_the_steps_before_are_kept(run, mod
     code, _, err = run(*failing, "--steps", "9", "--mode", mode, "--out", "kept")
     assert code == 1
     assert err.count("the disk is on fire") == 1
-    assert "LoaderError: the data of epoch 0 raised at batch 3, at " in err
+    assert "LoaderError: the data of epoch 0 raised at batch 5, at " in err
     assert "models.py:" in err
     assert "in failing: OSError: the disk is on fire (ANABRANCH_DEBUG=1 shows" in err
     kept = load_run(tmp_path / "kept")
-    assert 1 <= len(kept.losses) <= 3
+    assert 1 <= len(kept.losses) <= 5
     assert kept.samples == (8,) * len(kept.losses)
     assert kept.mode == mode
     assert "the disk is on fire" in kept.failure

@@ -102,11 +102,3 @@ def test_says_how_many_devices_can_be_used():
     """A straight pipeline of 35 operators on 64 devices."""
     with pytest.raises(InfeasiblePlanError, match="is enough for 35 of the 64 devices"):
         list(GraphPipe(max_replicas=1)(mmt_on(16, 16.0), batch_size=64))
-
-
-def test_says_when_no_plan_uses_all_devices():
-    """It fits, but operators that take turns with one sample each leave devices idle."""
-    profile = shapes.towers("small", 1, 0, layers=1, top=0)
-    cost = cost_model(profile, 4, memory=2**40)
-    with pytest.raises(InfeasiblePlanError, match="is enough for 3 of the 4 devices"):
-        list(GraphPipe()(cost, batch_size=1))

@@ -1,38 +1,32 @@
 """Stages find their places: replicas together, neighbours near each other, on every level."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.planner.toolkit.place import place, placements
 
 
-def test_places_replicas_in_one_node():
-    """Nodes of 4: the two that do not fit the first node beside the three go to the next."""
-    assert place([3, 2, 1, 2], [4, 8]) == [[0, 1, 2], [4, 5], [3], [6, 7]]
-
-
-def test_places_whole_nodes_first():
-    """A stage of 4 would straddle two nodes behind one of 2."""
-    assert place([2, 4, 2], [4, 8]) == [[4, 5], [0, 1, 2, 3], [6, 7]]
-
-
-def test_straddles_where_it_must():
-    """Six replicas on nodes of 4, then 2."""
-    assert place([6, 2], [4, 8]) == [[0, 1, 2, 3, 4, 5], [6, 7]]
-
-
-def test_replicas_of_a_stage_share_a_rack():
-    """Nodes of 2, racks of 4: a stage of 3 fits no node, and a rack better than two of them.
-
-    On two levels the second stage of 3 straddles the racks: devices 3, 4 and 5.
-    """
-    assert place([3, 3, 1, 1], [2, 4, 8]) == [[0, 1, 2], [4, 5, 6], [3], [7]]
-    assert place([1, 3, 3, 1], [2, 4, 8]) == [[3], [0, 1, 2], [4, 5, 6], [7]]
-
-
-def test_whole_racks_first():
-    """A rack of 4 for the stage that needs one, though others come before it."""
-    assert place([1, 1, 4, 2], [2, 4, 8]) == [[6], [7], [0, 1, 2, 3], [4, 5]]
+@pytest.mark.parametrize(
+    ("replicas", "sizes", "places"),
+    [
+        # Nodes of 4: the two that do not fit the first node beside the three go to the next.
+        ([3, 2, 1, 2], [4, 8], [[0, 1, 2], [4, 5], [3], [6, 7]]),
+        # Whole nodes first: a stage of 4 would straddle two nodes behind one of 2.
+        ([2, 4, 2], [4, 8], [[4, 5], [0, 1, 2, 3], [6, 7]]),
+        # Six replicas straddle nodes where they must.
+        ([6, 2], [4, 8], [[0, 1, 2, 3, 4, 5], [6, 7]]),
+        # Nodes of 2, racks of 4: a stage of 3 fits no node, and a rack better than two of them. On
+        # two levels the second stage of 3 straddles the racks: devices 3, 4 and 5.
+        ([3, 3, 1, 1], [2, 4, 8], [[0, 1, 2], [4, 5, 6], [3], [7]]),
+        ([1, 3, 3, 1], [2, 4, 8], [[3], [0, 1, 2], [4, 5, 6], [7]]),
+        # A rack of 4 for the stage that needs one, though others come before it.
+        ([1, 1, 4, 2], [2, 4, 8], [[6], [7], [0, 1, 2, 3], [4, 5]]),
+    ],
+)
+def test_replicas_of_a_stage_are_near_each_other(replicas, sizes, places):
+    """In one node, else in one rack."""
+    assert place(replicas, sizes) == places
 
 
 def test_straddles_as_few_racks_as_it_can():

@@ -86,17 +86,12 @@ def test_order_where_branches_have_different_depths() -> None:
 
 
 def test_order_with_microbatches() -> None:
-    """An update follows the last micro-batch of a mini-batch; the next one's first is under way."""
-    first, last = orders("chain 2", [4, 4], microbatches=2)
-    assert first == "F0.0 F0.1 B0.0 F1.0 B0.1* F1.1 B1.0 B1.1*"
-    assert last == "F0.0 B0.0 F0.1 B0.1* F1.0 B1.0 F1.1 B1.1*"
-
-
-def test_a_minibatch_with_fewer_microbatches_drains() -> None:
-    """Behind it the version that 2BW reads would not be there in time."""
-    first, last = orders("chain 2", [4, 2, 4], microbatches=2)
-    assert first == "F0.0 F0.1 B0.0 F1.0 B0.1* B1.0* F2.0 F2.1 B2.0 B2.1*"
-    assert last == "F0.0 B0.0 F0.1 B0.1* F1.0 B1.0* F2.0 B2.0 F2.1 B2.1*"
+    """An update follows the last micro-batch of a mini-batch; the next one's first is under way. A
+    mini-batch with fewer drains: behind it the version that 2BW reads would not be there in time.
+    """
+    first, last = orders("chain 2", [4, 4, 2, 4], microbatches=2)
+    assert first == ("F0.0 F0.1 B0.0 F1.0 B0.1* F1.1 B1.0 F2.0 B1.1* B2.0* F3.0 F3.1 B3.0 B3.1*")
+    assert last == "F0.0 B0.0 F0.1 B0.1* F1.0 B1.0 F1.1 B1.1* F2.0 B2.0* F3.0 B3.0 F3.1 B3.1*"
 
 
 def test_a_short_minibatch_alone_drains_nothing() -> None:

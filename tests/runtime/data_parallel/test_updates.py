@@ -71,7 +71,9 @@ FOLDED = [(0,), (1,), (0,), (1,)]
 def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
     name: str, folded: bool, optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
 ) -> None:
-    """Short batches, a schedule of the learning rate, and two stages per device as well."""
+    """Short batches, a schedule of the learning rate, two stages per device, and a copy of a
+    weight that a later stage reads without a gradient.
+    """
     model = with_programs(built(name), 10)
     chosen = on_devices(plan(model, 4), FOLDED) if folded else plan(model, 3)
     workload = with_options(model, optimizer=optimizer, scheduler=decay)

@@ -73,6 +73,7 @@ class Draws(nn.Module):
         h = F.rrelu(h, training=True) + 0.1 * torch.empty_like(h).uniform_(-1, 1)
         h = h * torch.empty_like(h).bernoulli_(0.9) + 0.1 * torch.normal(h.detach(), 0.5)
         h = h + 0.01 * torch.randint_like(h, 3) + 0.01 * torch.randint(0, 4, (h.shape[0], 1, 1))
+        h = h + F.scaled_dot_product_attention(h, h[:, :4], h[:, :4], dropout_p=0.2)
         h = F.gumbel_softmax(h) + 0.1 * torch.empty_like(h).normal_()
         h = F.dropout(h.reshape(-1, WIDTH), 0.2, inplace=True).reshape(-1, LENGTH, WIDTH)
         return F.cross_entropy(self.head(h.mean(1)), label)

@@ -86,37 +86,23 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("run", RUNNERS)
-def test_any_element_type_and_any_shape(run: Runner) -> None:
-    """Numbers arrive as they were: booleans, integers, scalars, nothing at all, memory in another
-    order, lazy conjugates, tensors of an autograd graph.
-    """
-
-    def scenario(transport: Transport, rank: int) -> bool:
-        if rank == 0:
-            for tensor in TENSORS:
-                transport.send([tensor], 1, 0)
-            transport.flush()
-            return True
-        return all(same(receive(transport, tensor, 0), tensor) for tensor in TENSORS)
-
-    assert run(scenario, 2) == [True, True]
-
-
-@pytest.mark.parametrize("run", RUNNERS)
 def test_all_tensors_of_a_message_arrive(run: Runner) -> None:
-    """In their order, small and large together, none the view of another: to change one in place
-    must not look to autograd like a change of its neighbour.
+    """As they were: booleans, integers, scalars, nothing at all, memory in another order, lazy
+    conjugates, tensors of an autograd graph. In their order, each alone and small and large
+    together, none the view of another: to change one in place must not look to autograd like a
+    change of its neighbour.
     """
     many = [*TENSORS, torch.full((400_000,), 5.0), *TENSORS]
     few = [torch.tensor(1.0), torch.tensor([2.0, 3.0])]
+    messages = [*([tensor] for tensor in TENSORS), few, many]
 
     def scenario(transport: Transport, rank: int) -> bool:
         if rank == 0:
-            transport.send(few, 1, 0)
-            transport.send(many, 1, 0)
+            for tensors in messages:
+                transport.send(tensors, 1, 0)
             transport.flush()
             return True
-        for tensors in (few, many):
+        for tensors in messages:
             specs = [(tensor.shape, tensor.dtype) for tensor in tensors]
             arrived = transport.receive(specs, CPU, 0, 0).wait()
             if not all(same(a, b) for a, b in zip(arrived, tensors, strict=True)):
@@ -151,17 +137,22 @@ def test_tensors_are_aligned_as_torch_aligns_them(run: Runner) -> None:
 
 @pytest.mark.parametrize("run", RUNNERS)
 def test_sending_never_waits(run: Runner) -> None:
-    """Both send before either receives; with blocking sends neither would get to its receive."""
+    """Both send before either receives, 64 MiB at last; with blocking sends neither would get to
+    its receive.
+    """
 
-    def scenario(transport: Transport, rank: int) -> float:
-        large = torch.full((200_000,), float(rank))
-        for _ in range(4):
-            transport.send([large], 1 - rank, 0)
-        total = sum(receive(transport, large, 1 - rank)[0].item() for _ in range(4))
+    def scenario(transport: Transport, rank: int) -> list[bool]:
+        sizes = [200_000] * 4 + [1 << 24]
+        for size in sizes:
+            transport.send([torch.arange(size, dtype=torch.int32) + rank], 1 - rank, 0)
+        arrived = []
+        for size in sizes:
+            expected = torch.arange(size, dtype=torch.int32) + 1 - rank
+            arrived.append(torch.equal(receive(transport, expected, 1 - rank), expected))
         transport.flush()
-        return total
+        return arrived
 
-    assert run(scenario, 2) == [4.0, 0.0]
+    assert run(scenario, 2) == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize("run", RUNNERS)
@@ -188,37 +179,25 @@ def test_thousands_of_messages_may_be_on_their_way(run: Runner) -> None:
 
 
 @pytest.mark.parametrize("run", RUNNERS)
-def test_large_messages_cross(run: Runner) -> None:
-    """64 MiB in both directions at once."""
-
-    def scenario(transport: Transport, rank: int) -> bool:
-        large = torch.arange(1 << 24, dtype=torch.int32) + rank
-        transport.send([large], 1 - rank, 0)
-        arrived = receive(transport, large, 1 - rank)
-        transport.flush()
-        return torch.equal(arrived, large + 1 - 2 * rank)
-
-    assert run(scenario, 2) == [True, True]
-
-
-@pytest.mark.parametrize("run", RUNNERS)
-@pytest.mark.parametrize("size", [1, 300_000])
-def test_receives_posted_ahead_are_filled_in_the_order_of_posting(run: Runner, size: int) -> None:
+def test_receives_posted_ahead_are_filled_in_the_order_of_posting(run: Runner) -> None:
     """Whatever the order in which they are waited for: here the last one comes first."""
     # The twin moves a message only when somebody waits for it.
     order = [0, 1, 2] if run is in_threads else [2, 0, 1]
 
     def scenario(transport: Transport, rank: int) -> list[float]:
-        if rank == 0:
-            spec = [(torch.Size([size]), torch.float32)]
-            posted = [transport.receive(spec, CPU, 1, 0) for _ in "123"]
-            return [posted[i].wait()[0][0].item() for i in order]
-        for i in range(3):
-            transport.send([torch.full((size,), float(i))], 0, 0)
-        transport.flush()
-        return []
+        arrived = []
+        for size in (1, 300_000):
+            if rank == 0:
+                spec = [(torch.Size([size]), torch.float32)]
+                posted = [transport.receive(spec, CPU, 1, 0) for _ in "123"]
+                arrived += [posted[i].wait()[0][0].item() for i in order]
+            else:
+                for i in range(3):
+                    transport.send([torch.full((size,), float(i))], 0, 0)
+                transport.flush()
+        return arrived
 
-    assert run(scenario, 2)[0] == order
+    assert run(scenario, 2)[0] == order * 2
 
 
 @pytest.mark.parametrize("run", RUNNERS)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli import torchrun
 from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
@@ -64,7 +65,7 @@ def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
     from anabranch.calibration.measure import calibrate_job
     from anabranch.files import save_cluster
 
-    is_job = "RANK" in os.environ
+    is_job = torchrun.is_rank()
     if is_job and output is None:
         raise typer.BadParameter("what torchrun's ranks measure is written to a file: add -o FILE")
     with progress_bar("calibrating"):
@@ -85,6 +86,13 @@ def calibrate_and_keep() -> tuple[Cluster, Path]:
 
     measured = calibrate()
     return measured, keep(measured)
+
+
+def is_calibrated(devices: int) -> bool:
+    """True if this machine has a calibration for so many local ranks."""
+    from anabranch.calibration import kept
+
+    return kept.is_calibrated(Cluster.preset(f"local:{devices}"))
 
 
 def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[str, object]:

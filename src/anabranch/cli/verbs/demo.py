@@ -23,9 +23,8 @@ from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.cli.training_settings import TrainingSettings
-from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows
+from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows, is_calibrated
 from anabranch.cli.verbs.plan import gain
-from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan, time_text
 
 if TYPE_CHECKING:
@@ -115,9 +114,7 @@ def demo(
 
 def _calibrate(story: _Story, devices: int) -> None:
     """Measure this machine, unless that was done."""
-    from anabranch.calibration.kept import is_calibrated
-
-    if is_calibrated(Cluster.preset(f"local:{devices}")):
+    if is_calibrated(devices):
         return
     with story.chapter("Calibrate this machine, once"):
         measured, file = calibrate_and_keep()

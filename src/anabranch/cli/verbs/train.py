@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli import preflight, restarts, run_results, training_settings
+from anabranch.cli import preflight, restarts, run_results, torchrun, training_settings
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
-from anabranch.cli.job import Job, on_first
+from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.progress import announce
+from anabranch.cli.run_plan import run_plan
 from anabranch.cli.settings import OtherModelSettings
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
-
-if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
-    from anabranch.runtime.compute.options import ComputeOptions
-    from anabranch.weights import WeightPolicy
 
 T = TypeVar("T")
 
@@ -74,7 +69,7 @@ def train(
         _rehearse(model, local, [training, compute, flush], training.steps, run)
         return
     began = time.time()
-    ranks = restarts.begin_surviving() if training.survive else None
+    ranks = torchrun.begin_surviving() if training.survive else None
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
@@ -83,7 +78,7 @@ def train(
     from anabranch.schedule import glossary
 
     options, seed = compute.options(), training.seed
-    if restarts.is_restarted():
+    if torchrun.is_restarted():
         training = restarts.restarted(training)
     is_async = flush.is_async(local.plan())
     preflight.refuse_mode(is_async, flush, compute, training)
@@ -93,16 +88,16 @@ def train(
         job.source = replace(job.source, precision=compute.precision)
     options = replace(options, precision=job.source.precision)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
-    shown, policy = _plan(job, local, training, options, flush, compute)
+    shown, policy = run_plan(job, local, training, options, flush, compute)
     if ranks not in (None, len(shown.stage_graph.devices)):
         raise InvalidPlanError(
             f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
             f"{ranks} processes; start one per device"
         )
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = torchrun.is_first()
     if is_first and local.plan_file and shown.predicted is not None and job.profile is None:
         remark_uncalibrated(shown)
-    if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
+    if local.plan_file is not None and local.device == "cpu" and not torchrun.is_rank():
         remark_crowded(shown)
     if is_first:
         say(shown.summary())
@@ -135,7 +130,7 @@ def train(
         rows = job.plan.sparse_embeddings if rows is None else rows
         compute_as_before = replace(compute, sparse_embeddings=rows)
         job.plan, job.is_by_file = None, False
-        shown, policy = _plan(job, fewer, asked, options, flush_as_before, compute_as_before)
+        shown, policy = run_plan(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
         if is_first:
             planned = len(before.devices)
@@ -149,7 +144,7 @@ def train(
     def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
         left = job.devices_left()
-        is_again = restarts.is_restarted() or asked is not training
+        is_again = torchrun.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
             plan_fewer(asked, left)
         begun = Run(
@@ -229,70 +224,3 @@ def _seeded(make: Callable[[], T], seed: int | None) -> T:
     made = make()
     torch.manual_seed(seed)  # the model's function may have set its own
     return made
-
-
-def _plan(
-    job: Job,
-    local: training_settings.TrainedPlanSettings,
-    training: training_settings.TrainingSettings,
-    options: ComputeOptions,
-    flush: training_settings.FlushSettings,
-    compute: training_settings.ComputeSettings,
-) -> tuple[Plan, WeightPolicy | str | None]:
-    """Plan the job if it has no plan; the plan as it will be executed, and another policy for it.
-
-    What cannot run is refused as early as it is known.
-    """
-    from anabranch.runtime.optimizer_facts import require_recipe_updates
-
-    is_async = flush.is_async(job.plan)
-    name = flush.policy or (job.plan.policy if job.plan is not None else "")
-    known = flush.with_options(name) if is_async and name not in ("", "auto") else None
-    preflight.require_trainable(
-        job.workload,
-        options,
-        known,
-        is_async=is_async,
-        training=training,
-        batch_size=job.batch_size(local),
-    )
-    metrics = job.captured.metrics  # ranks of torchrun capture at the same time
-    if (saves := training.saves()) is not None:
-        saves.require_metric(metrics)
-    asks_for_rows = bool(compute.sparse_embeddings) and not is_async
-    has_rows = job.plan is not None and job.plan.sparse_embeddings
-    if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
-        require_recipe_updates(job.workload, job.captured.graph, sparse_embeddings=asks_for_rows)
-    search = partial(
-        job.search,
-        local,
-        max_replicas=local.max_replicas,
-        mode="async" if is_async else "sync",
-        policy=flush.policy or "",
-        shard_optimizer=compute.shard_optimizer,
-        sparse_embeddings=asks_for_rows,
-    )
-    is_file = job.plan is not None
-    job.plan = job.plan or on_first(search)
-    traits = "shard_optimizer", "sparse_embeddings", "precision"
-    asked = {trait: getattr(compute, trait) for trait in traits}
-    changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
-    if changed != job.plan:
-        job.plan = on_first(partial(job.predicted, changed))
-    policy: WeightPolicy | str | None = None
-    if is_async:
-        # A plan of the search has the policy already, also where the search was to choose one.
-        policy = flush.policy if is_file else None
-        if flush.policy_option:
-            policy = flush.with_options(policy or job.plan.policy)
-    shown = preflight.executed_plan(
-        job.plan,
-        job.workload,
-        policy,
-        is_async=is_async,
-        round_robin=flush.round_robin,
-        checked=(job.captured, options) if is_file else None,
-    )
-    if shown.predicted is None and job.plan.predicted is not None:
-        shown = on_first(partial(job.predicted, shown))
-    return shown, policy

@@ -1,8 +1,10 @@
-"""Simulated annealing over drafts: from several starts, the better half going on each round.
+"""Simulated annealing over drafts, from several starts; each round keeps the better half.
 
-A move is drawn at random, and what it makes is taken if it is quicker, or by chance if it is
-slower: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing" (1983). Temperatures
-are shares of the step, so that they mean the same for any model.
+A random move makes a new draft, which is taken if it is faster, or by chance if it is slower:
+Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing" (1983). Temperatures are
+shares of the step, so that they mean the same for any model.
+
+A walk is the drafts that annealing takes one after the other from one start in one round.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from anabranch.planner.auto.settings import SETTINGS, Settings
 from anabranch.planner.auto.space import Space
 
 Evaluate = Callable[[Draft, float], float]
-"""Draft, limit -> seconds; infinity where it cannot run or takes longer than the limit."""
+"""(draft, limit) -> seconds; infinity if it cannot run or takes longer than the limit."""
 
 
 class AnnealedDraft(NamedTuple):
-    """A draft with its seconds, the number of its start, how many moves led from that to it, and
-    whether a way from it has found nothing better.
+    """A draft with its seconds.
+
+    Attributes:
+        start: number of the start that it comes from.
+        moves: number of moves from that start to it.
+        stuck: whether a walk from it found nothing faster.
     """
 
     seconds: float
@@ -40,7 +46,7 @@ _seconds = attrgetter("seconds")
 
 
 class Annealing:
-    """One search, with what it has found so far."""
+    """One search, and the drafts that it has found so far."""
 
     def __init__(
         self, space: Space, evaluate: Evaluate, rng: Random, settings: Settings = SETTINGS
@@ -48,12 +54,12 @@ class Annealing:
         self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
         self._found: dict[float, AnnealedDraft] = {}
         self._ends: list[AnnealedDraft] = []
-        self._under_way: list[list[AnnealedDraft]] = []  # what ways have passed
+        self._under_way: list[list[AnnealedDraft]] = []  # drafts of each walk
         self.promising: list[AnnealedDraft] = []
-        """The starts that are annealed or could be, the quickest first."""
+        """Starts that can run, the fastest first."""
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
-        """Anneal the most promising starts, in rounds; the ways of a round side by side."""
+        """Anneal the most promising starts in rounds, in parallel processes if that pays."""
         settings, began = self._settings, time.perf_counter()
         self.promising, count = self._promising(starts)
         each_s = (time.perf_counter() - began) / max(count, 1)
@@ -77,7 +83,11 @@ class Annealing:
     def _anneal(
         self, way: tuple[AnnealedDraft, int, float]
     ) -> tuple[AnnealedDraft, list[AnnealedDraft]]:
-        """The best draft on a way (start, most evaluations, seed), and the quickest on it."""
+        """Walk from a start; return the best draft, and the fastest ones of the walk.
+
+        Args:
+            way: the start, the most evaluations, and a seed.
+        """
         start, evaluations, seed = way
         space, settings, rng = self._space, self._settings, Random(seed)
         here, passed, again = start, [start], 0
@@ -90,7 +100,7 @@ class Annealing:
             spent += effort
             temperature *= cooling**effort
             draft = draw(here.draft, space, rng)
-            # So slow may it be to be taken; drawn first, as most evaluations end early.
+            # A draft beyond the limit is not taken; drawn first, so most evaluations end early.
             limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
             key = space.key(draft)
             seconds, asked = known.get(key, (math.inf, 0.0))
@@ -110,14 +120,14 @@ class Annealing:
         return best, [*quickest.values()][: settings.proposed]
 
     def best(self, count: int) -> list[AnnealedDraft]:
-        """The ends of all ways, then others, the quickest first, no two of which take equally long:
-        drafts of one way are alike, and so are the errors of their seconds.
+        """Return the best drafts of all walks, then others, the fastest first; no two take equally
+        long. Best drafts come first because drafts of one walk are alike, as are their errors.
         """
         ordered = (*sorted(self._ends, key=_seconds), *sorted(self._found.values(), key=_seconds))
         return [*{annealed.seconds: annealed for annealed in ordered}.values()][:count]
 
     def _promising(self, starts: Iterable[Draft]) -> tuple[list[AnnealedDraft], int]:
-        """Starts that can run, unlike each other, and how many drafts were evaluated."""
+        """Return the starts that can run and differ in shape, and the number of evaluations."""
         unlike: dict[tuple[int, int], AnnealedDraft] = {}
         count = 0
         for number, start in enumerate(starts):
@@ -126,7 +136,7 @@ class Annealing:
                 count += 1
                 if (seconds := self._evaluate(draft, limit)) < limit:
                     limit = seconds
-                    unlike.pop(_shape(start), None)  # the last one found is last among equals
+                    unlike.pop(_shape(start), None)  # among equals the latest comes last
                     unlike[_shape(start)] = AnnealedDraft(seconds, draft, number)
         promising = sorted(unlike.values(), key=_seconds)
         self._keep(promising)
@@ -138,7 +148,7 @@ class Annealing:
 
 
 def _unlike(found: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
-    """Keep drafts unlike each other, the quickest first."""
+    """Return the fastest draft of each shape, the fastest first."""
     unlike: dict[tuple[int, int], AnnealedDraft] = {}
     for entry in sorted(found, key=_seconds):
         unlike.setdefault(_shape(entry.draft), entry)
@@ -146,5 +156,5 @@ def _unlike(found: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
 
 
 def _shape(draft: Draft) -> tuple[int, int]:
-    """Number of stages, and samples of a micro-batch of the first one."""
+    """Return the number of stages, and the samples of a micro-batch in the first stage."""
     return draft.num_stages, draft.setups["microbatch"][0]

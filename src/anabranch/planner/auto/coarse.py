@@ -1,13 +1,13 @@
-"""Coarse problems: a large model or cluster brought down to a size that is searched quickly.
+"""Coarse problems: a large model or cluster reduced to a size that is searched quickly.
 
-Operators that follow one another are joined until each has a fair share of the work, and the
-cluster is taken for a part of it, that trains a part of the batch. A stage of the coarse plan then
-has so many times the replicas, on the nodes of its own and as many others::
+Operators in a row are joined until each has a fair share of the work, and a part of the cluster
+trains a part of the batch. In the whole, a stage of the coarse plan has ``factor`` times the
+replicas, on ``factor`` times the nodes::
 
     coarse    stage 0 on node 0      stage 1 on node 1         8 devices, batch 64
     whole     stage 0 on nodes 0 1   stage 1 on nodes 2 3      16 devices, batch 128
 
-What is slower in the whole, all-reduces over more replicas, the search of the whole mends.
+All-reduces over more replicas are slower; the search of the whole problem adapts the plan to that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from anabranch.plans.stages import Stage, StageGraph
 
 @dataclass(frozen=True)
 class Coarse:
-    """A smaller problem, and the way back from its plans.
+    """A smaller problem, and how to turn its plans into plans of the whole one.
 
     Attributes:
-        cost: of fewer operators on fewer devices.
-        factor: how many times more devices and samples the whole problem has.
+        cost: prices of fewer operators on fewer devices.
+        contracted: the operators that were joined.
+        factor: devices and samples of the whole problem per device and sample of this one.
     """
 
     cost: CostModel
@@ -36,7 +37,7 @@ class Coarse:
     factor: int
 
     def expand(self, graph: StageGraph) -> StageGraph:
-        """Stages of the coarse problem as stages of the whole one."""
+        """Turn stages of the coarse problem into stages of the whole one."""
         stages = tuple(self._stage(stage) for stage in self.contracted.expand(graph).stages)
         return replace(graph, stages=stages, batch_size=graph.batch_size * self.factor)
 
@@ -52,7 +53,7 @@ class Coarse:
 
 
 def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Coarse | None:
-    """The problem with about ``SETTINGS.most`` operators and devices, where that is fewer."""
+    """Reduce a problem to about ``SETTINGS.most`` operators and devices; None if it has no more."""
     fewer = in_runs(cost.profile, SETTINGS.most)
     factor = _factor(cost.cluster, math.gcd(batch_size, microbatch_size or batch_size))
     if factor == 1 and fewer.profile is cost.profile:
@@ -64,7 +65,7 @@ def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Co
 
 
 def _factor(cluster: Cluster, samples: int) -> int:
-    """Factor by which the cluster shrinks: a whole number of its outermost groups is left."""
+    """Return the factor by which the cluster shrinks, to a whole number of outermost groups."""
     groups = cluster.levels[-1].size
     return max(
         f

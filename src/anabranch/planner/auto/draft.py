@@ -8,8 +8,8 @@ follows from that::
 
     stage 0: a b on devices 0 1        stage 1: c d on device 2        stage 2: e on device 3
 
-Stage edges are where a value crosses. Numbers of stages say nothing but which of two stages that no
-value orders is listed first, and so runs first where stages are chained.
+There is a stage edge where a value crosses. Stage numbers matter only between two stages that no
+value orders: the lower one is listed first, and so runs first where stages are chained.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from anabranch.plans.stages import Stage, StageGraph, successors
 Ints = NDArray[np.int32]
 
 SETUP = np.dtype([(name, np.int32) for name in ("microbatch", "k", "recompute")])
-"""Settings of a stage: samples of a micro-batch over all replicas; forwards and backwards alternate
-in groups of k (kFkB); whether it recomputes, see ``Stage``.
+"""Settings of a stage: samples of a micro-batch over all replicas, k of kFkB, and whether it
+recomputes, see ``Stage``.
 """
 
 
 class Draft(NamedTuple):
-    """A plan under search; a change makes a new one. S is the number of stages.
+    """A plan under search, never changed in place. S is the number of stages.
 
     Attributes:
         home: [operators] stage of each operator, 0 to S-1.
         owner: [devices] stage of each device; those of a stage are its replicas in ascending order.
         setups: [S] records of ``SETUP``.
-        deep: whether the warm-up is that of ``1f1b-deep``, as far as memory allows, or the least.
+        deep: whether the warm-up is that of ``1f1b-deep``, as far as memory allows; else the least.
         chained: whether every stage waits for the one before it.
         sharded: whether replicas share the optimizer's state, see ``CostModel.shard_optimizer``.
         split: whether backwards are split, see ``schedule.zero_bubble``.
@@ -61,8 +61,8 @@ class Draft(NamedTuple):
 
 
 def variants(draft: Draft, *, shared: bool = False, split: bool = False) -> list[Draft]:
-    """A draft in every way to run: with either warm-up and, where these may be chosen, with and
-    without shared optimizer state and split backwards.
+    """Return a draft with either warm-up and, if asked for, with and without shared optimizer state
+    and with and without split backwards.
     """
     ways = [draft, draft._replace(deep=not draft.deep)]
     if shared:
@@ -73,8 +73,8 @@ def variants(draft: Draft, *, shared: bool = False, split: bool = False) -> list
 
 
 def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
-    """The draft of a stage graph, with the least warm-up; edges beyond those of values remain only
-    as a chain of all stages, and devices of a stage in ascending order.
+    """Return the draft of a stage graph, with the least warm-up and ascending devices. Edges
+    without values are kept only if they chain all stages.
 
     Args:
         cost: ``shard_optimizer`` says whether the draft is sharded.
@@ -110,8 +110,8 @@ def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
 
 
 def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph:
-    """The stages of a draft in topological order; of those that no value orders, the lower number
-    first. No k is beyond the micro-batches; a schedule rule decides what is in flight.
+    """Return the stages of a draft in topological order; between stages that no value orders, the
+    lower number first. No k exceeds the micro-batches; a schedule rule sets the counts in flight.
 
     Raises:
         InvalidPlanError: if stages wait for each other in a circle.

@@ -1,25 +1,24 @@
-"""The evaluator: about how long a draft takes, tens of thousands of times a second.
+"""The evaluator: an estimate of a draft's step, tens of thousands of times a second.
 
-A compiled simulation in which the replicas of a stage are one machine. It knows what decides which
-of two drafts is the quicker one:
+A compiled simulation in which the replicas of a stage are one machine. It models what decides which
+of two drafts is faster:
 
-- kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage,
-  and the last micro-batch, which may be a short one;
+- kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch size and k of every stage, and
+  a last micro-batch that may be short;
 - messages on links and on the cards that devices of a node share, beside compute, each as soon as
-  its receive is posted; by the slices that replicas of two stages have in common, which may meet
-  inside of nodes. On the card of a node they come one after the other, those to several stages in
-  turn as far as these wait for them, and a stage goes on with the first: how much later the last is
-  counts once, for the replicas behind it are as late in turn;
+  its receive is posted. They consist of the slices that replicas of two stages have in common,
+  which may stay inside a node. On a node's card messages go one after the other, those to several
+  stages in turn as far as these wait, and a stage continues with the first. The delay of the last
+  message counts once in a step, because the replicas behind it are as late in turn;
 - all-reduces, piece by piece from within the last backward on, in turn with messages on the same
-  links; then updates, which wait for all of them, and what replicas that share the optimizer's
-  state send each other;
+  links; then updates, which wait for all of them, and the all-gathers of replicas that share the
+  optimizer's state;
 - memory with recomputation and, without a flush, with versions of the weights;
-- how much devices of a host slow each other while they compute, whether they have a core each or
-  share some.
+- how much devices of a host slow each other while they compute, with a core each or shared cores.
 
-It is no judge: what it likes is simulated (``simulator``). Left out are how replicas wait for each
-other on the cards of nodes where stages differ in micro-batch size (6 to 10 % of the step in
-candle-uno's drafts where cards are slow); and parameters that stages share.
+The simulator judges the best drafts. The evaluator leaves out parameters that stages share, and how
+replicas wait for each other on cards where stages differ in micro-batch size (6 to 10 % of the step
+in candle-uno's drafts where cards are slow).
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from anabranch.plans.stages import MOST_MICROBATCHES
 
 
 class Evaluator:
-    """Seconds of drafts of one model on one cluster.
+    """Estimates seconds of drafts of one model on one cluster.
 
     Args:
-        max_replicas: of a stage at most; None: no limit.
-        versions: of the weights, kept per micro-batch in flight and besides; for training without
-            a flush, whose period is asked for then. None: a step.
+        max_replicas: replicas of a stage at most; None: no limit.
+        versions: versions of the weights kept per micro-batch in flight, and besides; then seconds
+            are those of a period without a flush. None: seconds of a step.
     """
 
     def __init__(
@@ -115,11 +114,11 @@ class Evaluator:
         self._step_s: Callable[..., float] | None = None
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
-        """About how many seconds; infinity where it cannot run or takes longer than the limit."""
+        """Estimate the seconds; infinity if the draft cannot run or takes longer than the limit."""
         for memory, values in zip(self._given, draft[:3], strict=True):
             memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
         given, problem, state = self._tables
-        factor = 1 + draft.split * SETTINGS.split_gain  # what has to be saved is no gain
+        factor = 1 + draft.split * SETTINGS.split_gain  # a smaller saving counts as none
         args = *given, draft.num_stages, *draft[3:], limit / factor, problem, state
         if self._step_s is None:
             self._step_s = step_s.for_types_of(*args)
@@ -127,7 +126,7 @@ class Evaluator:
 
 
 def _seconds(cost: CostModel) -> tuple[Any, Any]:
-    """Sample counts, and the seconds of every operator there: between them they are on a line."""
+    """Return sample counts, and the seconds of operators [n, i, way], linear between the counts."""
     measured = list(cost.profile.samples)
     if cost.profile.proportional:
         measured = [0, measured[0]]
@@ -142,7 +141,7 @@ def _seconds(cost: CostModel) -> tuple[Any, Any]:
 
 
 def _bytes(cost: CostModel) -> Table[tables.OperatorBytes]:
-    """Bytes of every operator; a parameter that several read counts for the first of them."""
+    """Return bytes of operators; a parameter of several operators counts for the first."""
     table = records(tables.OperatorBytes, len(cost.graph))
     held = Held(*(part.copy() for part in cost.own_parameter_bytes))
     for mask, parameter in cost.tied:
@@ -158,7 +157,7 @@ def _bytes(cost: CostModel) -> Table[tables.OperatorBytes]:
 
 
 def _values(cost: CostModel) -> tuple[list[tuple[Any, ...]], Ints]:
-    """Values between operators, and the readers of all of them."""
+    """Return the values between operators, and the readers of all these values in a row."""
     values: list[tuple[Any, ...]] = []
     readers: list[int] = []
     for value in cost.graph.values:
@@ -172,8 +171,8 @@ def _values(cost: CostModel) -> tuple[list[tuple[Any, ...]], Ints]:
 
 
 def _paces(cost: CostModel) -> NDArray[np.float64]:
-    """[devices that compute, on all hosts alike]: times as long as alone; empty where none slows
-    another.
+    """Return how many times as long as alone passes take, by the number of devices that compute,
+    spread evenly over hosts; empty if none slows another.
     """
     cluster = cost.cluster
     if not cluster.slowdown:

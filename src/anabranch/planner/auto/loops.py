@@ -1,17 +1,17 @@
-"""Stages of which a device has several: rows that pass the devices several times (loops), and
-branches whose join is on a device of one of them.
+"""Stage graphs with several stages on a device: rows that pass the devices several times (loops),
+and branches whose join is on a device of one of them.
 
-The work of each stage is a smaller part of the model, and the last devices begin sooner. Eight
-stages on four devices, again and again or there and back::
+Each stage is a smaller part of the model, so the last devices begin sooner. Eight stages on four
+devices, as a loop or there and back::
 
-    stage            0  1  2  3  4  5  6  7
-    device, again    0  1  2  3  0  1  2  3
-    and back         0  1  2  3  3  2  1  0        stages 3 and 4 may be one
+    stage             0  1  2  3  4  5  6  7
+    loop              0  1  2  3  0  1  2  3
+    there and back    0  1  2  3  3  2  1  0        stages 3 and 4 may be one
 
 (Interleaved 1F1B of Narayanan et al., *Efficient Large-Scale Language Model Training*, 2021,
-section 2.2; ZB-V of Qi et al., 2024.) Here the operators of any graph are put in the order that
-takes branch after branch, and cut into parts of equal work. Edges of stages are those of values, so
-a device may have stages of several branches.
+section 2.2; ZB-V of Qi et al., 2024.) Here the operators of any graph are put in one order, branch
+after branch, and cut into parts of equal work. Stage edges are those of values, so a device may
+have stages of several branches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from anabranch.plans.stages import Stage, StageGraph
 
 
 def loops(space: Space, limit: float, *, recompute: bool) -> Iterator[StageGraph]:
-    """Generate stage graphs whose devices compute less than so many seconds; ``recompute``: whether
-    their stages recompute.
+    """Generate loops whose devices compute for less than ``limit`` seconds.
+
+    Args:
+        recompute: whether their stages recompute.
     """
     for groups, size in _sizes(space):
         samples = max(1, size * groups // space.cost.cluster.num_devices)
@@ -49,11 +51,11 @@ def loops(space: Space, limit: float, *, recompute: bool) -> Iterator[StageGraph
 
 
 def branches(space: Space, limit: float) -> Iterator[StageGraph]:
-    """Generate stage graphs with branches of the model dealt out to all devices, a stage on each,
-    and a last stage with what joins them on the device with the least of their work.
+    """Generate stage graphs with branches dealt out to all devices, one stage on each, and with a
+    last stage, which joins them, on the device with the least work.
 
-    The last stage has every operator behind a certain share of the model's work. Without it a
-    branch beside the join in one stage would wait for the other branches.
+    The last stage has every operator behind a certain share of the model's work. In one stage with
+    its join, a branch would wait for the other branches.
     """
     graph, work, count = space.cost.graph, space.work, space.cost.cluster.num_devices
     behind = work @ space.reaches
@@ -89,7 +91,7 @@ def branches(space: Space, limit: float) -> Iterator[StageGraph]:
 
 
 def _components(space: Space, operators: Sequence[int]) -> list[list[int]]:
-    """Operators in groups that no edge connects, in the order of their first ones."""
+    """Return groups of operators that no edge connects, in the order of their first operators."""
     beside: dict[int, list[int]] = {op: [] for op in operators}
     for a, b in space.edges.T.tolist():
         if a in beside and b in beside:
@@ -99,8 +101,8 @@ def _components(space: Space, operators: Sequence[int]) -> list[list[int]]:
 
 
 def _sizes(space: Space) -> Iterator[tuple[int, int]]:
-    """Groups of devices, and samples of a micro-batch: for each replica at least one, and as many
-    as have been measured.
+    """Generate (groups of devices, samples of a micro-batch) with a measured number of samples for
+    each replica, at least one.
     """
     devices = space.cost.cluster.num_devices
     for groups in range(2, devices + 1):
@@ -116,7 +118,7 @@ def _sizes(space: Space) -> Iterator[tuple[int, int]]:
 def _loop(
     space: Space, groups: int, rounds: int, size: int, *, is_back: bool, recompute: bool
 ) -> StageGraph | None:
-    """The stages of a loop; None where an operator is too large for that."""
+    """Return the stages of a loop; None if a large operator leaves a stage without operators."""
     replicas = space.cost.cluster.num_devices // groups
     across = _across_samples(space)
     parts = _parts(space, groups * rounds, max(1, size // replicas), across)
@@ -135,7 +137,7 @@ def _loop(
 
 
 def _joined(space: Space, graph: StageGraph) -> StageGraph:
-    """A loop there and back whose stages are one where it turns: fewer passes, but longer ones."""
+    """Merge the two stages where a loop there and back turns: fewer passes, but longer ones."""
     parts: list[list[int]] = []
     stages: list[Stage] = []
     for stage in graph.stages:
@@ -151,8 +153,8 @@ def _joined(space: Space, graph: StageGraph) -> StageGraph:
 
 
 def near_loops(graph: StageGraph, space: Space) -> Iterator[StageGraph]:
-    """Generate stage graphs that differ a little from one: an operator is in the next stage or in
-    the one before, two stages are one, or a stage is on the devices of another.
+    """Generate neighbours of a stage graph: an operator moves to the next stage or the one before,
+    two stages become one, or a stage moves to the devices of another.
     """
     index, stages = space.cost.graph.index, [*graph.stages]
     parts = [sorted((index[o] for o in s.operators), key=space.place.__getitem__) for s in stages]
@@ -184,7 +186,7 @@ def near_loops(graph: StageGraph, space: Space) -> Iterator[StageGraph]:
 def _with_edges(
     space: Space, parts: Sequence[Sequence[int]], stages: Sequence[Stage]
 ) -> StageGraph | None:
-    """The stage graph with these operators in its stages; None where they are in no order."""
+    """Return the stage graph with ``parts`` as operators; None if an edge leads back."""
     graph, home = space.cost.graph, [0] * len(space.place)
     for part, operators in enumerate(parts):
         for op in operators:
@@ -200,8 +202,8 @@ def _with_edges(
 
 
 def _across_samples(space: Space) -> int:
-    """The operators that compute across samples and what comes behind them, as a bit mask: they
-    have a stage of their own, of whole batches on one device.
+    """Return the mask of operators that compute across samples and of all behind them. They have a
+    stage of their own, of whole batches on one device.
     """
     graph = space.cost.graph
     result = graph.whole_batch
@@ -211,7 +213,7 @@ def _across_samples(space: Space) -> int:
 
 
 def _parts(space: Space, count: int, samples: int, without: int) -> list[list[int]]:
-    """Operators of so many parts with equal work at so many samples; some may be empty."""
+    """Return operators in ``count`` parts of equal work at ``samples``; some may be empty."""
     order = np.array([op for op in np.argsort(space.place).tolist() if not without >> op & 1], int)
     if not len(order):
         return [[]]

@@ -1,4 +1,4 @@
-"""Records of a draft: what messages between its stages and sums of gradients take; compiled.
+"""Messages and all-reduces of a draft's stages, as records, and the ports that they take; compiled.
 
 Letters are those of ``stage_records``.
 """
@@ -24,11 +24,12 @@ from anabranch.planner.auto.stage_records import (
 )
 from anabranch.planner.auto.stage_tables import operator_s
 
-Shares = tuple[float, float]  # of a sender and of a receiver
+Shares = tuple[float, float]
+"""A share for the sender of a message, and one for its receiver."""
 
 
 def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
-    """The level of the cluster on which these devices and all between them meet."""
+    """Return the level of the cluster on which two devices and all between them meet."""
     level = 0
     while first // levels[level].devices != last // levels[level].devices:
         level += 1
@@ -36,12 +37,12 @@ def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
 
 
 def message_bytes(edge: EdgeRecord, way: int, samples: int) -> float:
-    """Bytes of a message of so many samples."""
+    """Return the bytes of a message with a number of samples."""
     return float(edge.per_sample[way] * samples + edge.fixed[way])
 
 
 def price_messages(problem: PricedModel, stages: Table[StageRecord], state: State) -> None:
-    """Seconds of the messages of each edge, and of the processors at both ends of it."""
+    """Price the messages of each edge, and add the seconds of processors at both of its ends."""
     for e in range(state.num_edges[0]):
         edge = state.edges[e]
         source, target = stages[edge.ends[0]], stages[edge.ends[1]]
@@ -60,17 +61,15 @@ def price_messages(problem: PricedModel, stages: Table[StageRecord], state: Stat
 
 
 def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
-    """Seconds of a byte between two stages, by the slices that their replicas have in common.
-
-    ::
+    """Price a byte between two stages, by the slices that their replicas have in common::
 
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
 
-    Devices of a node take turns on their card: what they send to one stage, or post receives of,
-    lies between what is of other stages, and all of it waits for the slowest card at other ends.
-    With R devices on a card it is held for longer than it is used: 1 - 1/R of the difference to the
-    slowest. A card of one device is as its link.
+    Devices of a node take turns on their card. So messages to one stage, or receives from it, lie
+    between those of other stages, and all of them wait for the slowest card at the other ends. A
+    card of R devices is held for longer than it is used: by 1 - 1/R of the difference to the
+    slowest. A card of one device is priced as its link.
     """
     devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
     source, target = state.stages[s], state.stages[t]
@@ -119,10 +118,10 @@ def price_sums(
     stages: Table[StageRecord],
     pieces: Sequence[Table[StagePiece]],
 ) -> None:
-    """Seconds of each stage's all-reduce behind its last backward, and of its update.
+    """Price what each stage's last backward leaves of its all-reduce, and its update.
 
-    With a flush gradients are summed in pieces while the last backward goes on, the last operators
-    first; where replicas share the optimizer's state half of the ring comes behind the update.
+    With a flush gradients are summed in pieces during the last backward, last operators first.
+    Where replicas share the optimizer's state, half of the ring, an all-gather, follows the update.
     """
     numbers, levels = problem.numbers[0], problem.levels
     half = 0.5 if sharded and numbers.flush > 0 else 1.0
@@ -183,7 +182,7 @@ def busiest_port_s(batch_size: int, state: State) -> float:
 def _occupy(
     edge: EdgeRecord, way: int, end: int, turns: float, start: float, nbytes: float, state: State
 ) -> None:
-    """A message takes the ports at an end of its edge from a start on, see ``send``."""
+    """Hold the ports at one end of an edge for a message that starts now, see ``send``."""
     s = edge.ends[end]
     stage, seconds = state.stages[s], nbytes * edge.port_s[end, 0]
     for i in range(1 + edge.far * stage.cards):
@@ -194,8 +193,8 @@ def _occupy(
 def send(
     e: int, way: int, number: int, samples: int, start: float, turns: Shares, state: State
 ) -> None:
-    """Send a message of the receiver's micro-batch of a number as soon as its ports are free, from
-    a start on at the earliest. Devices of sender and receiver take turns for these shares of it.
+    """Send a message of the receiver's micro-batch ``number`` as soon as its ports are free, not
+    before ``start``. ``turns`` are the shares of it in which the devices of either end take turns.
     """
     edge = state.edges[e]
     nbytes = message_bytes(edge, way, samples)
@@ -218,8 +217,8 @@ def hold_ports(s: int, start: float, seconds: float, state: State) -> float:
 
 
 def updated_after(stages: Table[StageRecord], state: State) -> float:
-    """Return the seconds from the last sum until all have what is updated: replicas that share the
-    optimizer's state send it to each other as soon as they have it, on the ports of their sums.
+    """Return the seconds from the last sum until all replicas have the updated parameters. Replicas
+    that share the optimizer's state gather them after their update, on the ports of their sums.
     """
     last, asked = 0.0, 0.0
     for s in range(len(stages)):
@@ -238,13 +237,13 @@ def updated_after(stages: Table[StageRecord], state: State) -> float:
 
 
 def _ring(stage: StageRecord, levels: Table[LevelRecord]) -> tuple[float, float]:
-    """Seconds per byte and of latency of a stage's all-reduces."""
+    """Return seconds per byte and of latency of a stage's all-reduces."""
     level = levels[level_of(stage.low, stage.high, levels)]
     return all_reduce_price(stage.ring, level.latency, stage.replicas, 1)
 
 
 def _piece(stage: StageRecord) -> float:
-    """Bytes of a stage's next piece."""
+    """Return the bytes of a stage's next piece."""
     return piece_bytes(stage.cut, stage.gradients - stage.cut)
 
 

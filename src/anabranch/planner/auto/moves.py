@@ -1,9 +1,8 @@
 """Moves: from a draft to one that differs little from it.
 
 Every move is a function of a draft, the space of drafts and a source of random numbers. It returns
-a new draft, or None where it has nothing to do. It need not ask whether the draft can run: the
-evaluator says that of those that cannot. Whoever has a better move adds a function and a line of
-``MOVES``.
+a new draft, or None if it has nothing to do. It need not check whether the new draft can run: the
+evaluator does. To add a move, write a function and a line of ``MOVES``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Item = TypeVar("Item")
 
 
 def shift_operator(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """An operator at a border goes to the other side.
+    """Move an operator at a border to the other side.
 
     ::
 
@@ -44,7 +43,7 @@ def shift_operator(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """An operator crosses a border, and whatever of its stage lies between it and the border.
+    """Move an operator and all of its stage that lies between it and a border across the border.
 
     ::
 
@@ -65,7 +64,7 @@ def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """The last operators of the branches that meet at a join enter its stage, or leave it.
+    """Move the last operators of the branches before a join into its stage, or out of it.
 
     ::
 
@@ -90,7 +89,7 @@ def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Two stages become one, on the devices of both.
+    """Merge two stages into one, on the devices of both.
 
     ::
 
@@ -102,7 +101,7 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
     edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
     s, t = map(draft.home.item, edge) if edge else _two(count, rng)
     rest = [*range(count)]
-    rest[t] = rest[-1]  # the last stage takes the number that is free
+    rest[t] = rest[-1]  # the last stage takes the free number
     number = np.arange(count, dtype=np.int32)
     number[-1], number[t] = t, s if s < count - 1 else t
     home, owner = number.take(draft.home), number.take(draft.owner)
@@ -112,7 +111,7 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage becomes two, each with about the share of the work that it has of the devices.
+    """Split a stage in two, whose shares of the work are about their shares of the devices.
 
     ::
 
@@ -140,8 +139,8 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False) -> Draft | None:
-    """A stage gives a device, or half of its devices, to another: those next to what that has or
-    any others in a row.
+    """Give a device of a stage, or half of its devices, to another stage: devices in a row, half
+    the time the ones nearest to that stage.
     """
     if draft.num_stages == 1:
         return None
@@ -160,7 +159,7 @@ def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False)
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Two devices swap their stages."""
+    """Swap the stages of two devices."""
     a, b = _below(len(draft.owner), rng), _below(len(draft.owner), rng)
     if draft.owner[a] == draft.owner[b]:
         return None
@@ -170,7 +169,7 @@ def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Two stages swap their devices."""
+    """Swap the devices of two stages."""
     count = draft.num_stages
     if count == 1:
         return None
@@ -181,7 +180,7 @@ def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage takes devices of one node in exchange for its own elsewhere."""
+    """Exchange devices of a stage outside of one node for devices of other stages inside."""
     node = space.cost.cluster.group_sizes[0]
     if len(draft.owner) == node:
         return None
@@ -197,8 +196,8 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) -> Draft | None:
-    """Every stage on devices in a row, in the order of the model or the largest stage first; or
-    scattered: the first devices of all nodes or larger groups make the row, then the second ones.
+    """Put every stage on devices in a row, in the order of the model or the largest stage first.
+    If ``scattered``, the row takes the first device of each node or larger group, then each second.
     """
     group = _choice(space.cost.cluster.group_sizes, rng) if scattered else 1
     count, devices = draft.num_stages, np.arange(len(draft.owner))
@@ -217,7 +216,7 @@ def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) 
 
 
 def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Draft | None:
-    """Micro-batches of all stages, or of one, twice or half as large."""
+    """Double or halve the micro-batches of all stages, or of one."""
     if one and not space.flush:
         return None
     stages = [_below(draft.num_stages, rng)] if one else range(draft.num_stages)
@@ -232,7 +231,7 @@ def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Dra
 
 
 def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Forwards and backwards of a stage, or of all, alternate in groups twice or half as large."""
+    """Double or halve k of kFkB in one stage or in all."""
     if not space.flush:
         return None
     count, groups = draft.num_stages, draft.setups["k"].tolist()
@@ -246,7 +245,7 @@ def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def recompute(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Draft | None:
-    """One stage, or all, begin to recompute, or end to where any of them does."""
+    """Make one stage, or all, recompute; if any of them does, make none of them recompute."""
     if not space.recompute:
         return None
     stages = [_below(draft.num_stages, rng)] if one else range(draft.num_stages)
@@ -258,22 +257,22 @@ def recompute(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> 
 
 
 def warm_up(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """The warm-up is deep instead of minimal, or the other way round."""
+    """Make a minimal warm-up deep, or a deep one minimal."""
     return draft._replace(deep=not draft.deep) if space.flush else None
 
 
 def chain(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Every stage waits for the one before it, or none does."""
+    """Chain all stages, so that each waits for the one before it, or undo that."""
     return draft._replace(chained=not draft.chained)
 
 
 def share_state(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Replicas begin to share the optimizer's state, or end to."""
+    """Share the optimizer's state among replicas, or stop sharing it."""
     return draft._replace(sharded=not draft.sharded) if space.shared else None
 
 
 def split_backwards(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Backwards are split, or become whole."""
+    """Split backwards, or make them whole."""
     return draft._replace(split=not draft.split) if space.split else None
 
 
@@ -300,15 +299,15 @@ MOVES: Mapping[str, tuple[Move, int]] = {
     "share state": (share_state, 2),
     "split backwards": (split_backwards, 2),
 }
-"""Name -> a move, and how often it is tried in relation to others."""
+"""Name -> a move, and its weight when moves are drawn."""
 
 _ALL = [move for move, _ in MOVES.values()]
 _BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
 
 
 def draw(draft: Draft, space: Space, rng: Random) -> Draft:
-    """Make a move that has something to do, drawn by how often it is tried; the same draft if
-    many had nothing.
+    """Make a random move by the weights of ``MOVES``; return the same draft if many moves in turn
+    have nothing to do.
     """
     for _ in MOVES:
         move = _ALL[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
@@ -335,7 +334,7 @@ def _two(count: int, rng: Random) -> tuple[int, int]:
 
 
 def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None:
-    """An edge of the model between two stages, if there is one."""
+    """Return a random edge of the model between two stages, if there is one."""
     sources, targets = space.edges
     crossing = _where(draft.home.take(sources) != draft.home.take(targets))
     if not len(crossing):
@@ -345,7 +344,7 @@ def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None
 
 
 def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
-    """Some operators of a stage in another, unless these are all it has."""
+    """Move some operators of a stage to another, unless these are all it has."""
     home = draft.home.copy()
     here = home[run[0]]
     home[run] = stage
@@ -355,7 +354,7 @@ def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
 def _keep_slices(
     draft: Draft, stages: Sequence[int], devices: int, space: Space, rng: Random
 ) -> Draft:
-    """Half the time, stages that had so many devices before leave a replica its samples."""
+    """Half the time, keep the samples per replica of stages that had ``devices`` devices before."""
     sizes = draft.setups["microbatch"]
     for stage in stages if space.flush and rng.random() < 0.5 else ():
         size = int(sizes[stage] * len(_where(draft.owner == stage))) // devices
@@ -364,7 +363,7 @@ def _keep_slices(
 
 
 def _set_up(draft: Draft, field: str, values: list[int]) -> Draft | None:
-    """The stages with these values of a field of ``SETUP``, if they are others."""
+    """Set a field of ``SETUP``; None if it has these values already."""
     if draft.setups[field].tolist() == values:
         return None
     setups = draft.setups.copy()

@@ -1,14 +1,14 @@
-"""Auto, the default planner: what other planners propose, changed move by move.
+"""Auto, the default planner: proposals of other planners, changed move by move.
 
 1. Starts: the proposals of quick planners, ``STARTS``, and stages along the branches
-   (``along_branches``); of what is large also those that this planner finds for a coarser model
-   (``coarse``), which are in the whole changed a little only.
+   (``along_branches``). For a large problem also this planner's plans for a coarser model
+   (``coarse``); then the search of the whole problem is short.
 2. Simulated annealing over drafts (``annealing``) by the moves of ``moves.MOVES``, with the seconds
    of ``evaluator``.
-3. All starts and the best drafts are proposed; ``solve`` simulates them, then the best of what lies
-   near the best plan (``Search.near``), as long as that finds a better one.
-4. In the end it simulates rows of stages that pass the devices several times, and branches whose
-   join is on a device of one of them (``loops``).
+3. All starts and the best drafts are proposed. ``solve`` simulates them, then the best neighbours
+   of the best plan (``Search.near``), as long as one of them is better.
+4. At last it simulates rows of stages that pass the devices several times, and branches whose join
+   is on a device of one of them (``loops``).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from anabranch.plans.contraction import in_a_row
 from anabranch.plans.stages import StageGraph
 
 STARTS = ("data-parallel", "even", "sequential", "graphpipe")
-"""Planners whose proposals come first, as they take less time; on few devices DAPPLE's, too. For
-models that are nearly a row GraphPipe's are left out, which are much the same as sequential ones.
+"""Planners whose proposals are starts, as they take little time; on few devices DAPPLE, too. For
+models that are nearly a row GraphPipe is left out: its plans are much the same as sequential ones.
 """
 
 COARSER, BRANCHES = "a coarser model", "stages along the branches"
 """Sources of starts, beside planners."""
 
 MICROBATCHES = 8
-"""Micro-batches along branches at most: of large clusters an assembly takes some hundredths of a
-second.
+"""Most micro-batches of stages along branches: on large clusters assembling them takes some
+hundredths of a second.
 """
 
 
@@ -56,11 +56,11 @@ class Auto:
     Attributes:
         max_replicas: replicas per stage at most. None: no limit.
         recompute: stages may run their forward again in the backward.
-        evaluations: drafts to evaluate at most. None: as ``SETTINGS`` says.
-        seed: of the random numbers; with the same one it proposes the same.
+        evaluations: most drafts to evaluate. None: as ``SETTINGS`` says.
+        seed: seed of the random numbers; the same seed gives the same proposals.
         shape: ``graph``, or ``chain`` for stages in one row, see ``contraction.in_a_row``.
-        several: devices may have several stages, see ``loops``; local processes only where their
-            machine is calibrated, as messages and passes take a good part of the time there.
+        several: devices may have several stages, see ``loops``. Local processes may only on a
+            calibrated machine, as messages and passes take a good part of the time there.
     """
 
     max_replicas: int | None = None
@@ -92,8 +92,8 @@ class Auto:
         ``planner.base``. An interrupted search proposes the best that it has found.
 
         Args:
-            start: begin with this one alone; one with several stages on a device is left to the
-                caller to judge, and the search begins as it does without.
+            start: begin with this stage graph alone. One with several stages on a device is left
+                to the caller to judge; the search then begins as without it.
 
         Raises:
             InfeasiblePlanError: if nothing fits.
@@ -138,9 +138,9 @@ class Auto:
         """Propose stage graphs with short periods, without a flush.
 
         Args:
-            sizes: of micro-batches to choose from.
+            sizes: micro-batch sizes to choose from.
             starts: stage graphs for one mini-batch.
-            versions: of the weights that a stage holds, for each micro-batch in flight and besides.
+            versions: versions of the weights of a stage per micro-batch in flight, and besides.
         """
         graphs, cost = list(starts), self._shaped(cost)
         batch_size = graphs[0].batch_size
@@ -153,7 +153,7 @@ class Auto:
         )
 
     def _shaped(self, cost: CostModel) -> CostModel:
-        """Prices of the model, or of its operators in a row."""
+        """Return the prices of the model, for a chain those of its operators in a row."""
         if self.shape == "graph":
             return cost
         row = cost.memo.get(in_a_row)
@@ -164,31 +164,31 @@ class Auto:
 
     @property
     def _first(self) -> int:
-        """Drafts to evaluate from the starts, at most as many as by default."""
+        """Most drafts to evaluate from the starts, never more than by default."""
         default = SETTINGS.evaluations
         return default if self.evaluations is None else min(self.evaluations, default)
 
     @property
     def _rounds(self) -> list[int]:
-        """Drafts to evaluate in each round from the best plan on: those beyond the default, too, so
-        that a search with more of them does all that one with fewer does.
+        """Drafts to evaluate in each round from the best plan on. Those beyond the default make
+        more rounds, so that a search with more evaluations does all that one with fewer does.
         """
         beyond = max((self.evaluations or 0) - SETTINGS.evaluations, 0)
         first = SETTINGS.further * self._first // SETTINGS.evaluations
         return [first] + [SETTINGS.further] * (beyond // SETTINGS.further)
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
-        """Proposals of other planners, for a coarser model and along the branches; the last error
-        if there are none.
+        """Generate proposals of other planners, of this one for a coarser model, and along the
+        branches. If there are none, raise the last planner's error.
         """
         few = coarse is None and problem.devices <= SETTINGS.few
-        names = STARTS[:-1] if self.shape == "chain" else STARTS  # graphpipe has one for graphs
+        names = STARTS[:-1] if self.shape == "chain" else STARTS  # graphpipe proposes graphs
         names = (*names, "dapple") if few else names
         sources = {name: self._proposed(name, problem) for name in names}
         if coarse is not None:
-            del sources["even"]  # takes longer than all others there
+            del sources["even"]  # it takes longer than all others
             if coarse.factor == 1:
-                sources.pop("graphpipe", None)  # which joins as many operators itself
+                sources.pop("graphpipe", None)  # it joins as many operators itself
             quick = {"data-parallel": sources.pop("data-parallel")}
             sources = quick | {COARSER: self._expanded(coarse, problem)} | sources
         any_found, last = False, [name for name in sources if name in STARTS][-1]
@@ -217,8 +217,8 @@ class Auto:
         yield from map(coarse.expand, coarse_graphs)
 
     def _proposed(self, name: str, problem: Problem) -> Iterator[StageGraph]:
-        """The proposals of a planner, with the options that it shares. Data parallelism is proposed
-        also where it fits only with replicas that share the optimizer's state.
+        """Generate the proposals of a planner, with the options that it shares with this one. Data
+        parallelism may need replicas that share the optimizer's state.
         """
         planner: Any = PLANNERS[name]()
         given = {**vars(self), "fewer_stages": True}
@@ -238,15 +238,16 @@ def _is_nearly_a_row(cost: CostModel) -> bool:
 
 
 def along_branches(problem: Problem) -> StageGraph | None:
-    """The stage graph with the shortest outline, of all micro-batch sizes, that has a stage for
-    each branch and for what is before, between and behind branches; None if none fits::
+    """Return the stage graph with a stage for each branch, and for each run of operators before,
+    between and behind branches, at the micro-batch size with the shortest outline; None if none
+    fits::
 
         a1 a2 -+            {a1 a2} -+
         b1 b2 -+- c d                +- {c d}
                             {b1 b2} -+
 
-    Planners that look for the shortest slowest stage cut branches where that helps, and a search by
-    small changes seldom comes back from there to whole ones.
+    Planners that minimise the slowest stage cut branches where that helps, and a search by small
+    changes seldom finds the way back to whole branches.
     """
     masks = _branches(decompose(problem.cost.graph))
     if not 2 < len(masks) <= problem.devices:
@@ -261,7 +262,7 @@ def along_branches(problem: Problem) -> StageGraph | None:
 
 
 def _branches(tree: Node) -> list[int]:
-    """Operators of each branch, and of each run without branches, as bit masks."""
+    """Return the mask of each branch, and of each run of operators without branches."""
     parts, run = [], 0
     for child in tree.children if isinstance(tree, Series) else (tree,):
         if isinstance(child, Parallel):

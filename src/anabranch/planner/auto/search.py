@@ -1,4 +1,4 @@
-"""Search: one run of the planner, from starts to proposals and to what lies near the best."""
+"""Search: one run of the planner, from starts to proposals and to neighbours of the best."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Search:
     """Stage graphs to judge; iterating over it searches.
 
     Args:
-        starts: what the search begins with, as it comes.
+        starts: stage graphs to begin with, read as they come.
         evaluations: drafts to evaluate.
-        rounds: drafts to evaluate in each round from the best plan on, see ``again``. More as large
-            as the last one follow, ``SETTINGS.more_rounds`` at most, until two in a row find none.
+        rounds: drafts to evaluate in each round from the best plan on, see ``again``. Up to
+            ``SETTINGS.more_rounds`` rounds as large as the last follow, until two in a row fail.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Search:
         self._evaluations, self._rng = evaluations, Random(seed)
         self._seed, self._rounds, self._more = seed, list(rounds), SETTINGS.more_rounds
         self._begun: tuple[StageGraph | None, int] = None, 0
-        self._failed = 0  # rounds in a row that have found nothing
+        self._failed = 0  # rounds in a row that found no better plan
         self._origins: dict[StageGraph, tuple[str, int]] = {}  # the start, and changes since then
         self._likely: list[StageGraph] = []
 
     def __iter__(self) -> Iterator[StageGraph]:
-        """The starts, then the best that annealing finds; that also after an interrupt."""
+        """Generate the starts, then the best drafts of annealing, also after an interrupt."""
         names: list[str] = []
         drafts: list[Draft] = []
         for name, graph in self._starts:
@@ -64,7 +64,7 @@ class Search:
                 annealing.search(drafts, self._evaluations)
         finally:
             quickest: dict[str, AnnealedDraft] = {}
-            # The judge is to have a plan of each planner first.
+            # A plan from each planner comes first.
             for annealed in annealing.promising:
                 quickest.setdefault(names[annealed.start], annealed)
             for annealed in (*quickest.values(), *annealing.best(SETTINGS.proposed)):
@@ -76,18 +76,16 @@ class Search:
                         yield self._remember(graph, start, annealed.moves)
 
     def likely(self) -> list[StageGraph]:
-        """Results of annealing: of each planner a plan, then the quickest first."""
+        """Return results of annealing: a plan from each planner, then others, the fastest first."""
         return self._likely
 
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
-        """Anneal once more, from the best plan on, with every move: more proposals and how they
-        run; none where the search has done what it was given.
-
-        What a round finds does not depend on how many come after it.
+        """Anneal once more, from the best plan on, with every move. Return proposals and how they
+        run; none when no rounds are left. A round does not depend on how many follow.
 
         Args:
             runs: how the best plan runs.
-            choice: what of it may be chosen.
+            choice: which fields of ``Runs`` the search may change.
         """
         before, count = self._begun
         if self._rounds:
@@ -118,8 +116,10 @@ class Search:
         ]
 
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
-        """Stages in a row that pass the devices several times and may take less than a limit;
-        ``recompute``: whether they recompute.
+        """Return loops that may take less than ``limit`` seconds.
+
+        Args:
+            recompute: whether their stages recompute, if stages may.
         """
         if not self._space.several:
             return []
@@ -128,23 +128,23 @@ class Search:
         return [self._remember(graph, origin) for graph in graphs]
 
     def branches(self, limit: float) -> list[StageGraph]:
-        """Stage graphs with a branch on each device and their join on one of these."""
+        """Return stage graphs with branches on all devices and their join on one of these."""
         if not self._space.several:
             return []
         origin = "branches side by side, with their join on one of their devices"
         return [self._remember(graph, origin) for graph in branches(self._space, limit)]
 
     def near_loops(self, graph: StageGraph) -> list[StageGraph]:
-        """Stage graphs that differ little from one whose devices have several stages."""
+        """Return neighbours of a stage graph whose devices have several stages."""
         return [self._changed(near, graph) for near in near_loops(graph, self._space)]
 
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        """True for a stage graph that takes far longer than its evaluation says."""
+        """Return True if a stage graph takes far longer than its evaluation says."""
         return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
 
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
-        """Random neighbours of a stage graph, the quickest first; others when asked again. Before
-        them the same one that recomputes nothing: where stages wait it may be as quick.
+        """Return random neighbours of a stage graph, the fastest first; other ones at each call.
+        The same stage graph without recomputation comes first: where stages wait it may be as fast.
         """
         seconds, centre = self._with_quicker_warm_up(graph, runs)
         limit = seconds * (1 + SETTINGS.error)
@@ -166,13 +166,13 @@ class Search:
     def promising(
         self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
     ) -> list[StageGraph]:
-        """Stage graphs that may take less than a limit if they run so, quickest first."""
+        """Return stage graphs that may take less than a limit if they run so, the fastest first."""
         seconds = {graph: self._with_quicker_warm_up(graph, runs)[0] for graph in graphs}
         near = (graph for graph in seconds if seconds[graph] < limit * (1 + SETTINGS.error))
         return sorted(near, key=seconds.__getitem__)
 
     def origin(self, graph: StageGraph) -> str:
-        """Say how a stage graph was found; nothing of one that was not."""
+        """Say how a stage graph was found; empty if this search did not find it."""
         start, changes = self._origins.get(graph, ("", 0))
         if not changes:
             return start and f"started from {start}"

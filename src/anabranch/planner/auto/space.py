@@ -1,4 +1,4 @@
-"""Space: what the drafts of one problem may be made of, as the moves ask for it."""
+"""Space: the model, the cluster and the limits of drafts, in the forms that moves need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Space:
         flush: stages may differ in micro-batch size and in k, and the warm-up may be deep.
         shared: replicas may share the optimizer's state, or not.
         split: backwards may be split.
-        most_replicas: of a stage.
+        most_replicas: most replicas of a stage.
         several: devices may have several stages.
     """
 
@@ -43,16 +43,16 @@ class Space:
     several: bool = True
 
     def effort(self, draft: Draft) -> int:
-        """Number of evaluations that one near a draft counts for: of many passes it takes long."""
+        """Return how many evaluations one near a draft counts as: many passes take long."""
         sizes: list[int] = draft.setups["microbatch"].tolist()
-        if not self.flush or min(sizes) == max(sizes):  # of which a part is run
+        if not self.flush or min(sizes) == max(sizes):  # then only a part is run
             return 1
         passes = sum(-(-self.batch_size // size) for size in sizes)
         return passes // SETTINGS.passes if passes >= SETTINGS.most_passes else 1
 
     def key(self, draft: Draft) -> int:
-        """Number that is equal for drafts which differ only in which devices of a node or card are
-        whose: they take equally long.
+        """Return a hash that ignores which stage has which device of a node or card, as drafts that
+        differ only in that take equally long.
         """
         home, owner, setups, *ways = draft
         owner = np.sort(owner.reshape(-1, self._alike))
@@ -60,14 +60,14 @@ class Space:
 
     @cached_property
     def _alike(self) -> int:
-        """Number of devices in a row that share the cards of each level, or have one each."""
+        """Number of devices in a row that share a card at every level where devices share cards."""
         sizes, cards = self.cost.cluster.group_sizes, self.cost.cluster.cards[1:]
         pairs = [(size, n) for size, n in zip(sizes, cards, strict=False) if n < size]
         return math.gcd(sizes[0], *(1 if size % n else size // n for size, n in pairs))
 
     @cached_property
     def edges(self) -> NDArray[np.intp]:
-        """Edges of the model: [0] the operators that they leave, [1] those that they enter."""
+        """Edges of the model: row 0 their sources, row 1 their targets, as operators."""
         return np.array(self.cost.graph.edges, dtype=np.intp).reshape(-1, 2).T.copy()
 
     @cached_property
@@ -81,17 +81,17 @@ class Space:
 
     @cached_property
     def place(self) -> Ints:
-        """Per operator, its place in the order that takes branch after branch."""
+        """Place of each operator in the order branch after branch."""
         return np.argsort([*operators(decompose(self.cost.graph))]).astype(np.int32)
 
     @cached_property
     def work(self) -> NDArray[np.float64]:
-        """Per operator, forward and backward seconds at the most samples that were measured."""
+        """Forward and backward seconds of each operator at the largest measured sample count."""
         forward, backward = self.cost.op_seconds(self.cost.profile.samples[-1])
         return forward + backward
 
     @cached_property
     def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Operators that read from several, with these."""
+        """Operators with several predecessors, and these predecessors."""
         sources = enumerate(tuple(bits(mask)) for mask in self.cost.graph.predecessors)
         return tuple((op, others) for op, others in sources if len(others) > 1)

@@ -1,8 +1,8 @@
-"""The clock of the evaluator: stages as single machines, compiled.
+"""The clock of the evaluator, compiled: each stage is one machine.
 
-Letters and records are those of ``stage_records``. Of cards that devices share a stage takes those
-of all its devices at once. It goes on with the message of its first replica; how much later the
-last one has its own is added to the step once.
+A stage takes the shared cards of all its devices at once. It continues when its first replica has a
+message; the delay of its last replica is added to the step once. Letters and records are those of
+``stage_records``.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from anabranch.planner.auto.stage_tables import (
 )
 
 SHOWN = 96
-"""Micro-batches that are run; the others take as long each as those in the middle of these."""
+"""Micro-batches that are run; each other one takes as long as those in the middle of the run."""
 
 LEAST_PERIODS = 12
-"""Micro-batches of the largest size that are run at least, where stages differ in them."""
+"""Least micro-batches of the largest size to run, where stages differ in their size."""
 
 MOST_SHOWN = 8 * SHOWN
-"""Micro-batches of one size that are run at most."""
+"""Most micro-batches to run, where all stages have one size."""
 
 
 def _least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state: State) -> float:
-    """No step is shorter than the busiest stage with the way to it and back from it, or than all
-    work on the cores that are shared.
+    """Return a lower bound of the step: the compute of a stage with the way to it and back, or all
+    work on the shared cores.
     """
     work, longest, apart = 0.0, 0.0, 0.0
     for place in range(len(stages)):
@@ -74,7 +74,7 @@ def _least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state:
             stage.behind = max(stage.behind, back)
         compute = _compute_s(stage)
         work += compute * stage.devices
-        if numbers.flush:  # nobody updates before all have their sums
+        if numbers.flush:  # no stage updates before all gradients are summed
             after = max(compute + stage.sums, _way_back_s(stage) + stage.behind)
             longest = max(longest, stage.before + after)
             apart = max(apart, stage.apart)
@@ -84,32 +84,33 @@ def _least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state:
 
 
 def _compute_s(stage: StageRecord) -> float:
-    """Seconds of a step in which a stage computes."""
+    """Return the seconds of a step in which a stage computes."""
     full = (stage.total - 1) * _period_s(stage)
     return float(full + stage.seconds[1, 0] + stage.seconds[1, 1])
 
 
 def _way_back_s(stage: StageRecord) -> float:
-    """Seconds of a step in which a stage computes what others wait for."""
+    """Return the seconds in which a stage computes, without gradients of weights that can wait."""
     waiting = (stage.total - 1) * stage.weights[0] + stage.weights[1]
     return _compute_s(stage) - float(waiting)
 
 
 def _period_s(stage: StageRecord) -> float:
-    """Seconds of a micro-batch, forward and backward."""
+    """Return the seconds of a micro-batch, forward and backward."""
     return float(stage.seconds[0, 0] + stage.seconds[0, 1])
 
 
 def _message_s(edge: EdgeRecord, way: int, samples: int) -> float:
-    """Seconds of a message that waits for nothing."""
+    """Return the seconds of a message that need not wait."""
     nbytes = message_bytes(edge, way, samples)
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
 def _count_periods(stages: Table[StageRecord]) -> tuple[int, int, int]:
-    """Samples of a period, after which all stages repeat what they do: the largest micro-batch, if
-    it is a multiple of all; how many periods show what one takes; and how many there are besides,
-    0 where all are run.
+    """Return the samples of a period, and how many periods to run and to leave out.
+
+    All stages repeat themselves after the largest micro-batch, if it is a multiple of all sizes. If
+    it is not, no period is left out.
     """
     least = largest = stages[0].microbatch
     held, samples = 0, 0
@@ -127,7 +128,7 @@ def _count_periods(stages: Table[StageRecord]) -> tuple[int, int, int]:
 
 
 def _turn(stage: StageRecord, at: float) -> None:
-    """A stage turns to its next action, if there is one: kFkB says which."""
+    """Choose the next action of a stage by kFkB, if one is left."""
     stage.ready, stage.until, stage.begun, stage.taken, stage.idle = at, np.inf, 0, 0, at
     between = stage.k > 1 and stage.done[1] % stage.k != 0
     flight = stage.in_flight + (0 if between else stage.done[1])
@@ -137,8 +138,10 @@ def _turn(stage: StageRecord, at: float) -> None:
 
 
 def _take(s: int, batch_size: int, state: State) -> None:
-    """A stage takes the messages of its next action, as far as they are sent, and posts receives of
-    the next ones, which may have waited for that: in turn while it waits. Then it can begin.
+    """Take the messages of a stage's next action that were sent, and begin it if these are all.
+
+    Each message taken posts a receive for the next one, which may have waited to be sent. Devices
+    take turns in receiving for the share of time in which the stage waits.
     """
     stage = state.stages[s]
     way, size = stage.way, stage.microbatch
@@ -162,15 +165,15 @@ def _take(s: int, batch_size: int, state: State) -> None:
             share = wait / (wait + _period_s(stage)) if wait > 0 else 0.0
             send(e, way, done + 1, samples, stage.ready, (share, 1.0), state)
         stage.taken += 1
-    if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
+    if len(state.paces) > 0:  # its pace depends on the devices that compute when it begins
         stage.until = stage.ready
     else:
         _compute(stage, stage.ready, 1.0, state.pieces[s])
 
 
 def _work_off(stage: StageRecord, start: float) -> float:
-    """A stage that waits until a start does what it owes meanwhile, and before a forward whatever
-    holds memory that this needs. When it can begin then.
+    """Compute owed gradients of weights while a stage waits until ``start``, and before a forward
+    those that hold memory for it. Return when the stage can begin.
     """
     if stage.owed > 0:
         least = 0.0
@@ -184,8 +187,8 @@ def _work_off(stage: StageRecord, start: float) -> float:
 
 
 def _compute(stage: StageRecord, start: float, pace: float, pieces: Table[StagePiece]) -> None:
-    """A stage begins its next action, which takes so many times as long as alone; in its last
-    backward it begins to sum.
+    """Begin a stage's next action, which takes ``pace`` times as long as alone. The last backward
+    also sets when its first piece is summed.
     """
     stage.until, stage.pace = _work_off(stage, start) + stage.takes * pace, pace
     if stage.way == 1 and stage.done[1] + 1 == stage.total:
@@ -197,8 +200,8 @@ def _compute(stage: StageRecord, start: float, pace: float, pieces: Table[StageP
 
 
 def _share(now: float, more: int, running: int, paces: Floats, stages: Table[StageRecord]) -> int:
-    """So many more devices compute from now on; how many there are then. All that compute share
-    their cores.
+    """Change the number of devices that compute by ``more``, and with it the ends of all actions,
+    as their devices share cores. Return the new number.
     """
     factor = paces[running + more] / paces[running]
     for s in range(len(stages)):
@@ -209,8 +212,8 @@ def _share(now: float, more: int, running: int, paces: Floats, stages: Table[Sta
 
 
 def _ask(stage: StageRecord, at: float, pieces: Table[StagePiece]) -> None:
-    """Set when the next piece of a stage's gradients requests links: once it is final, at that time
-    at the earliest.
+    """Set when the next piece of a stage's gradients requests links: once it is final, not before
+    ``at``.
     """
     stage.asks = np.inf
     if stage.pieces_done < stage.pieces:
@@ -234,11 +237,11 @@ def _sum(s: int, state: State) -> float:
 def _run(
     batch_size: int, stages: Table[StageRecord], update: float, state: State, limit: float
 ) -> float:
-    """The clock: of all stages the one whose next action ends first, message after message. Sums
-    are looked for once a stage is at its last backward.
+    """Run the clock: end the earliest action of all stages, send its messages, and repeat. From the
+    first last backward on, pieces of gradients that request links are events, too.
 
     Returns:
-        Seconds of the step; infinity where they are beyond the limit.
+        Seconds of the step; infinity beyond the limit.
     """
     paces = state.paces
     samples, shown, hidden = _count_periods(stages)
@@ -259,7 +262,7 @@ def _run(
         _turn(stage, 0.0)
     for s in range(len(stages)):
         _take(s, batch_size, state)
-    passes = samples // stages[slow].microbatch  # of a period
+    passes = samples // stages[slow].microbatch  # of the slowest stage in a period
     limit -= hidden * passes * _period_s(stages[slow]) + update + apart
     early, later, period = shown // 3 * passes, 2 * shown // 3 * passes, 0.0
     step = 0.0
@@ -337,8 +340,8 @@ def step_s(
     problem: PricedModel,
     state: State,
 ) -> float:
-    """Seconds of a step of so many stages, or of a period without a flush; infinity where there is
-    none in the limit.
+    """Return the seconds of a step of ``count`` stages, or of a period without a flush; infinity if
+    the draft cannot run or takes longer than the limit.
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0

@@ -1,9 +1,7 @@
-"""Records of a draft: what its stages and the edges between them take of the devices; compiled.
+"""Compute, memory and edges of a draft's stages, as records; compiled.
 
-Every function fills fields of stages or edges and says whether the draft can run as far as it has
-looked.
-
-Letters are those of ``stage_records``.
+Every function fills fields of stages or edges. Those that return a bool return False if the draft
+cannot run. Letters are those of ``stage_records``.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def count_devices(
     stages: Table[StageRecord],
     state: State,
 ) -> None:
-    """Count the devices and shared cards of every stage, and note how it runs."""
+    """Count the devices and shared cards of every stage, and copy its ``draft.SETUP``."""
     ports_of, node, cards = state.ports_of, levels[0].devices, levels[0].cards
     for s in range(len(stages)):
         stage, setup = stages[s], setups[s]
@@ -57,7 +55,7 @@ def count_devices(
 
 
 def _ring_bandwidth(stage: StageRecord, devices: Ints, levels: Table[LevelRecord]) -> float:
-    """Bandwidth of a stage's all-reduces, as of ``Cluster.ring``."""
+    """Return the bandwidth of a stage's all-reduces, that of ``Cluster.ring``."""
     bandwidth, level = levels[0].own_bandwidth, 0
     while stage.low // levels[level].devices != stage.high // levels[level].devices:
         cards = fewest_cards(devices, levels[level].devices, levels[level].cards)
@@ -67,7 +65,7 @@ def _ring_bandwidth(stage: StageRecord, devices: Ints, levels: Table[LevelRecord
 
 
 def split_samples(problem: PricedModel, stages: Table[StageRecord]) -> bool:
-    """Replicas and their samples; whether all have some that the profile covers."""
+    """Split micro-batches over replicas; False if replicas or samples are out of range."""
     numbers, measured = problem.numbers[0], problem.measured
     for s in range(len(stages)):
         stage = stages[s]
@@ -85,7 +83,7 @@ def split_samples(problem: PricedModel, stages: Table[StageRecord]) -> bool:
 
 
 def operator_s(i: int, way: int, last: int, stage: StageRecord, op_seconds: Floats) -> float:
-    """Seconds of an operator in a micro-batch of a stage, all or the last one."""
+    """Return the seconds of an operator in a micro-batch of a stage, at a way of ``op_seconds``."""
     row = stage.row[last]
     low, high = op_seconds[row, i, way], op_seconds[row + 1, i, way]
     return float(between(low, high, stage.above[last]))
@@ -94,7 +92,7 @@ def operator_s(i: int, way: int, last: int, stage: StageRecord, op_seconds: Floa
 def sum_operators(
     home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord]
 ) -> bool:
-    """Seconds and bytes of the stages; whether every stage has operators."""
+    """Sum seconds and bytes of operators by stage; False if a stage has none."""
     action_s = problem.numbers[0].action
     for i in range(len(home)):
         stage = stages[home[i]]
@@ -125,7 +123,7 @@ def sum_operators(
 
 
 def _find_edge(s: int, t: int, state: State) -> int:
-    """The number of an edge, which is made if there is none yet."""
+    """Return the number of the edge from s to t; add it if there is none yet."""
     for i in range(state.stages[s].edges[1]):
         e = state.edges_of[1, s, i]
         if state.edges[e].ends[1] == t:
@@ -141,7 +139,7 @@ def _find_edge(s: int, t: int, state: State) -> int:
 
 
 def _add_edge(way: int, e: int, state: State) -> None:
-    """One more edge whose messages a stage takes."""
+    """Add an edge to those whose messages the stage at its end takes."""
     s = state.edges[e].ends[1 - way]
     stage = state.stages[s]
     state.edges_of[way, s, stage.edges[way]] = e
@@ -151,7 +149,7 @@ def _add_edge(way: int, e: int, state: State) -> None:
 def join_stages(
     home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
 ) -> None:
-    """Edges between stages and what flows along them."""
+    """Find the edges between stages and the bytes that flow along them."""
     state.num_edges[0] = 0
     for i in range(len(home)):
         state.behind[i] = 0
@@ -165,7 +163,7 @@ def join_stages(
             returned = value.per_sample[1] + value.fixed[1] > 0
             if (t != s and returned) or state.behind[value.producer] > 0:
                 state.behind[problem.readers[reader]] = 1
-            if t == s or target.counted == v + 1:  # this value has come to it before
+            if t == s or target.counted == v + 1:  # the stage has this value already
                 continue
             target.counted, leaves = v + 1, True
             edge = state.edges[_find_edge(s, t, state)]
@@ -182,8 +180,8 @@ def join_stages(
 def split_backwards(
     home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
 ) -> None:
-    """Seconds of the parts of backwards that can wait: gradients of the weights of operators
-    through which gradients of the stage's inputs come.
+    """Sum the seconds of backwards that can wait: gradients of weights of the operators through
+    which gradients of the stage's inputs come.
     """
     for i in range(len(home)):
         stage = stages[home[i]]
@@ -193,7 +191,7 @@ def split_backwards(
 
 
 def sort_stages(stages: Table[StageRecord], state: State) -> bool:
-    """A topological order, the lower number first; whether there is one."""
+    """Sort stages topologically, lower numbers first; False if they wait for each other."""
     for s in range(len(stages)):
         stages[s].counted = stages[s].edges[0]
     for place in range(len(stages)):
@@ -209,13 +207,13 @@ def sort_stages(stages: Table[StageRecord], state: State) -> bool:
 
 
 def chain_stages(stages: Table[StageRecord], state: State) -> None:
-    """Edges from every stage to the next in the order, as far as there are none."""
+    """Add edges from every stage to the next in the order, where there are none."""
     for place in range(len(stages) - 1):
         _find_edge(stages[place].ordered, stages[place + 1].ordered, state)
 
 
 def order_edges(stages: Table[StageRecord], state: State) -> None:
-    """The edges of each end in the topological order of the other, in which messages are sent."""
+    """Sort the edges of each stage by the order of the other stage: messages are sent so."""
     for way in range(1, -1, -1):
         for s in range(len(stages)):
             stages[s].edges[way] = 0
@@ -226,7 +224,7 @@ def order_edges(stages: Table[StageRecord], state: State) -> None:
 
 
 def count_in_flight(deep: bool, flush: bool, stages: Table[StageRecord], state: State) -> None:
-    """Micro-batches in flight by Table 2 (``plans.in_flight``), at least and wanted."""
+    """Count micro-batches in flight by Table 2 (``plans.in_flight``): the least, and wanted."""
     hops = 2 if deep else 1
     for place in range(len(stages) - 1, -1, -1):
         s = stages[place].ordered
@@ -246,7 +244,7 @@ def count_in_flight(deep: bool, flush: bool, stages: Table[StageRecord], state: 
 
 
 def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], state: State) -> bool:
-    """Micro-batches in flight as memory allows (``cost.memory``); whether the least ones fit."""
+    """Limit micro-batches in flight by memory (``cost.memory``); False if the least do not fit."""
     largest = 0
     for s in range(len(stages)):
         largest = max(largest, stages[s].least * stages[s].microbatch)

@@ -13,7 +13,7 @@ planner     micro-batch sizes, and stage graphs of what was found
 Axes of arrays: degree, a place among the numbers of replicas; i and j, the run [i, j) of operators
 in their order; cut, the operators before it; step, a way to add a stage; machine.
 
-What the paper leaves open and what was decided:
+Decisions where the paper leaves a choice:
 
 - Every power of two that the profile covers is tried as micro-batch size, except those that cannot
   come near the best.

@@ -16,11 +16,11 @@ from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import Ints
 
 Place = tuple[int, ...]
-"""Devices of one stage on every machine."""
+"""Number of devices of one stage on each machine."""
 
 Links = Any
-"""A ``numpy.recarray``: per level of a cluster its bandwidth, the latency of a way that climbs to
-it, and of each of the groups that it connects the machines, devices and cards.
+"""A ``numpy.recarray`` of the levels of a cluster: bandwidth, latency of a way that climbs to the
+level, and machines, devices and cards of each group that it connects.
 """
 
 _LINK = np.dtype(
@@ -40,13 +40,14 @@ def links(cluster: Cluster) -> Links:
 
 
 def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[float, float]:
-    """Seconds per byte of one micro-batch and seconds of latency between two stages, which are at
-    these rows of ``places``, [place, machine].
+    """Return seconds per byte of a micro-batch, and of latency, between two stages.
 
-    Replicas hold equal slices, numbered so that a slice stays in its machine where it can. The way
-    is as slow as its fullest link: each device's own, or from level 1 on each group's network card,
-    which sends what its replicas make beyond what they need (section 5.2), in equal parts if they
-    have several: those of devices in a row.
+    Replicas hold equal slices, numbered so that a slice stays in its machine if possible. The way
+    is as slow as its fullest link: a device's own, or from level 1 on a group's network card, which
+    sends what the group makes beyond what it needs (section 5.2). Several cards send equal parts.
+
+    Args:
+        source, target: rows of ``places``, [place, machine].
     """
     sent, got, machines = 0, 0, places.shape[1]
     for m in range(machines):
@@ -55,7 +56,7 @@ def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[flo
     per_byte = max(1 / sent, 1 / got) / links[0].bandwidth
     latency_s = links[0].latency_s
     for i in range(1, len(links)):
-        # What the groups that a level connects make beyond what they need, or less.
+        # Largest surplus or need of a group that the level connects, as a share, per card.
         most, size = 0.0, links[i].machines
         for first in range(0, machines, size):
             surplus, senders, receivers = 0.0, 0, 0

@@ -28,7 +28,7 @@ So L grows stage by stage from the back, and six numbers describe a suffix of th
 
 The paper leaves out what an overlapped all-reduce costs in T_e (section 6.3, "DP Overlap"). Decided
 here: the gradients of operator o join one ring once the last micro-batch has gone back through o,
-beside the backward of what comes before o. What sticks out at the end of the stage counts::
+beside the backward of earlier operators. The part after the end of the stage's backward counts::
 
     AR = max over its operators o of  ring(parameters up to o) - (backward seconds before o)
 """
@@ -42,10 +42,10 @@ class Suffix(NamedTuple):
     """Terms of the latency of the last stages of a pipeline.
 
     Attributes:
-        pivot_s: F + B of the pivot among them.
-        between_s: F + B of all of them before the pivot.
-        warm_s: F of all of them up to the pivot.
-        back_s: B of all of them up to the pivot.
+        pivot_s: F + B of their pivot.
+        between_s: F + B of all these stages before the pivot.
+        warm_s: F of all these stages up to the pivot.
+        back_s: B of all these stages up to the pivot.
         ending_s: T_e.
         behind_s: lower bound of T_e if the pivot comes before them: the largest AR less the B of
             its stage and of all before it.

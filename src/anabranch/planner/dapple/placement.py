@@ -26,7 +26,7 @@ from anabranch.planner.dapple.links import Place
 from anabranch.remembered import remembered
 
 Policy = Callable[[Place, int, int], Place]
-"""Devices per machine for a stage, by those in use, devices of a machine, and devices wanted."""
+"""(devices in use per machine, devices of a machine, devices wanted) -> devices per machine."""
 
 
 def fresh_first(used: Place, size: int, wanted: int) -> Place:
@@ -104,9 +104,7 @@ class Machines:
         return self._number[place]
 
     def table(self) -> tuple[Ints, Ints]:
-        """Return the places as [place, machine], and the cluster level that connects the devices
-        of each.
-        """
+        """Return places as [place, machine], and the level that connects the devices of each."""
         return np.array(self.places, np.int64), np.array(self._levels, np.int64)
 
     @remembered

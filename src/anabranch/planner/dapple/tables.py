@@ -21,16 +21,16 @@ class Runs(NamedTuple):
 
     Attributes:
         degrees: numbers of replicas, ascending.
-        index_of: per number of replicas its place in ``degrees``, -1 where it cannot be.
-        forward_s: [degree, cut] seconds of all operators before the cut.
-        backward_s: likewise.
+        index_of: index in ``degrees`` of each number of replicas; -1 if it is not among them.
+        forward_s: [degree, cut] seconds of the forwards of all operators before the cut.
+        backward_s: [degree, cut] seconds of their backwards.
         work_s: [cut] device-seconds of all operators before the cut, whatever the replicas, at
             least.
         least_both_s, least_backward_s: [devices, cut] their seconds for one micro-batch, at least,
             on so many devices.
         headroom: [degree, i, j] the largest height at which the run fits; -1 for none.
-        entering: [i, j] bytes of one micro-batch that the run reads from before it.
-        gradients: [i, j] bytes that it sends back.
+        entering: [i, j] bytes of one micro-batch that the run reads from earlier operators.
+        gradients: [i, j] bytes of gradients that it sends back to them.
         rings_s: [level, degree, i, j] seconds of the all-reduce of the run on devices that this
             level of the cluster connects.
     """

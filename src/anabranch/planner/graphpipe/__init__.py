@@ -6,7 +6,7 @@ sections 3 to 6 and appendix A.
 - ``partitioner``: Algorithm 1, the bisection and the dynamic programme, line by line.
 - ``schedules``: Algorithm 2, configurations, time per sample and memory of single stages.
 - ``chains``: the series-parallel decomposition.
-- ``planner``: the sweep over micro-batch sizes (A.2), and stage graphs of what is found.
+- ``planner``: the sweep over micro-batch sizes (A.2), and stage graphs of its stages.
 
 Where the paper is silent or leaves a choice, we decided:
 

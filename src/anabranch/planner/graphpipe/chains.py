@@ -9,8 +9,8 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
 A series decomposition cuts a chain between two items, a parallel one a block between two branches.
 Branches with the same ``series_parallel.signature`` are solved once.
 
-A model of more than some number of operators is made coarser: neighbours in a chain, whole blocks
-and neighbouring branches become one item if together they are no more than their share of all
+A model of more than ``most_items`` operators is made coarser: neighbours in a chain, whole blocks
+and neighbouring branches become one item if together they take no more than an equal share of all
 compute.
 """
 
@@ -32,9 +32,9 @@ class ParallelBlock:
     """Chains side by side.
 
     Attributes:
-        branches: same ones are neighbours, and one chain: that of the last of them.
-        places: per branch, its operators by those of its chain.
-        row: the branches as a row: its ranges are runs of whole branches.
+        branches: chains of the branches; equal branches are neighbours and share that of the last.
+        places: per branch, operator of its chain -> operator of the branch.
+        row: the branches as a row, whose ranges are runs of whole branches.
     """
 
     branches: tuple[SeriesChain, ...]
@@ -42,7 +42,7 @@ class ParallelBlock:
     row: NestedSets
 
     def own(self, mask: int, branch: int) -> int:
-        """Map operators of the chain to those of a branch that it stands for."""
+        """Map operators of a branch's chain to those of the branch, as bit masks."""
         return sum(1 << self.places[branch][op] for op in bits(mask))
 
 
@@ -51,8 +51,8 @@ class SeriesChain:
     """Items in series.
 
     Attributes:
-        items: blocks, and None for an operator, or several that are taken as one.
-        row: the items as a row: its ranges are runs of them.
+        items: a block, or None for an operator or several operators taken as one.
+        row: the items as a row, whose ranges are runs of items.
     """
 
     items: tuple[ParallelBlock | None, ...]
@@ -63,8 +63,8 @@ class SeriesChain:
 
     @remembered
     def with_join(self, place: int) -> dict[int, tuple[NestedSets, int]]:
-        """By branch of the block at a place, of same ones the last: its items and those behind the
-        block as a row, and the number of its own; nothing at an operator.
+        """Map branches of the block at a place, the last of equal ones, to a row of their items and
+        the items behind the block, and the number of their own items. Empty at an operator.
         """
         block, behind = self.items[place], self.row.parts[place + 1 :]
         last = {own: q for q, own in enumerate(block.branches)} if block else {}

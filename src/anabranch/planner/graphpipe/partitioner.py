@@ -9,6 +9,8 @@ the loops over them (lines 35 to 37, 43) are array operations. The paper's recur
 here the first of the two parts of a series is a single stage, a block, or a block without the tail
 of a branch, and of a block a run of branches, which gives the same stage graphs.
 
+Axes of arrays: x and y, configurations of a stage and of the next one; k, mode; d, device groups.
+
 Two things the paper implies only:
 
 - G_1 and G_2 of a decomposition share their source and sink, so that the stage of a join may reach
@@ -45,7 +47,7 @@ NEVER = 1 << 50
 """Samples in flight if there is no strategy."""
 
 After = tuple[int, ...]
-"""Samples that a stage right before c_b must hold, by configuration of that stage."""
+"""Samples that the stage right before c_b must hold, by the configuration of that stage."""
 
 
 class PlannedStage(NamedTuple):
@@ -64,7 +66,7 @@ class Strategies(NamedTuple):
 
     Attributes:
         least: samples that a stage right before it must hold: [its configuration c_f, devices d].
-        stages: of the strategy for c_f and d.
+        stages: (c_f, d) -> stages of the strategy.
     """
 
     least: Ints
@@ -92,7 +94,7 @@ def partition(
                 return []
             low = bound  # 7
         else:
-            # 9: no less than the slowest stage, which may be quicker than asked for.
+            # 9: time of the slowest stage, which may be below the bound.
             high = max(stage.tps for stage in stages)
             best = stages  # 10
     return best  # 11
@@ -125,7 +127,7 @@ class _BoundedSearch:
         # For every cut the best of what follows it, and the stages that begin there.
         needs = np.full((stop + 1, len(after), self.groups + 1), NEVER, dtype=np.int64)
         needs[stop, :, 0] = after
-        # No operators: a stage before them is before what follows.
+        # No operators: a stage before them comes right before ``after``.
         nothing = Strategies(needs[stop], lambda _x, _d: [])
         rests = [nothing] * (stop + 1)
         behind = [nothing]
@@ -208,7 +210,7 @@ class _BoundedSearch:
         shape = len(alone) + 1, len(after), self.groups + 1
         self.budget.spend(shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2])
         least = np.full(shape, NEVER, dtype=np.int64)
-        least[0, :, 0] = 0  # no branches ask for nothing
+        least[0, :, 0] = 0  # no branches demand no samples
         choices = np.zeros((*shape, 4), dtype=np.int64)
         branches = np.stack([own.least for own in alone]) if alone else least[1:]
         asked, (tps, room) = np.array(after, dtype=np.int64), self.schedules.tables(block.row)
@@ -295,11 +297,11 @@ def _hold_fewest(
     held: Ints,
     chosen: Ints,
 ) -> None:
-    """Fewest samples that a stage holds which begins at ``start``: [x, d].
+    """Find the fewest samples held by a stage that begins at ``start``: [x, d].
 
     Args:
-        tps: of single stages: [x, k, start, stop], and so is ``room``.
-        needs: what follows each place asks for, on d devices: [place, x, d].
+        tps: time per sample of single stages, [x, k, start, stop]; ``room`` has the same axes.
+        needs: samples that stages behind each place demand, on d devices: [place, x, d].
         chosen: where the stage stops and its mode k as stop * modes + k.
     """
     modes, groups = tps.shape[1], needs.shape[2]
@@ -341,11 +343,11 @@ def _put_beside(
     least: Ints,
     choices: Ints,
 ) -> None:
-    """Samples of the first branches side by side, one more at a time.
+    """Find the samples before the first branches side by side, adding one branch at a time.
 
     Args:
-        branches: samples of each alone: [branch, x, d].
-        tps: of runs of branches as single stages, from ``start``: [x, k, start, stop].
+        branches: samples before each branch alone: [branch, x, d].
+        tps: time per sample of runs of branches as single stages: [x, k, start, stop].
         least: [stop, x, d].
         choices: the last branch or run begins at ``middle``, those before it have d1 devices, it
             is in configuration y and mode k: [stop, x, d, :].

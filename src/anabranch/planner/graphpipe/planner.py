@@ -29,12 +29,12 @@ from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph
 
 ITEMS, ITEMS_OF_GROUPS = 128, 64
-"""Operators of a chain; a larger model is made coarser, to about so many, or to so many where
-devices are given out in groups.
+"""Most items of a chain, about, with single devices and with devices in groups; larger models are
+made coarser.
 """
 
 GROUPS = 64
-"""Devices of a larger cluster are given out in groups, so many at most."""
+"""Most groups of devices; the devices of a larger cluster are given out in groups."""
 
 STEPS = 1e10
 """Most steps of the innermost loops, which take 10 to 20 seconds."""
@@ -133,7 +133,7 @@ def _unit(problem: Problem) -> int:
 
 
 def _prices(problem: Problem, microbatch_size: int, published: bool) -> MicrobatchPrices:
-    """Replicas in powers of two, or whatever may help."""
+    """Return prices with replicas in powers of two only, or with all that may make a plan fit."""
     if published:
         return replace(problem.prices(microbatch_size), recompute=False)
     return replace(problem, any_degree=True).prices(microbatch_size)

@@ -35,8 +35,8 @@ class Schedules:
     """The set C of candidate configurations, and EstimateTPS and Algorithm 2 for all at once.
 
     Attributes:
-        prices: per configuration, of its micro-batch size.
-        unit: devices come in groups of so many.
+        prices: prices at the micro-batch size of each configuration.
+        unit: devices in a group; stages get whole groups.
     """
 
     configurations: tuple[Configuration, ...]
@@ -75,9 +75,9 @@ class Schedules:
 
     @remembered
     def tables(self, row: NestedSets, starts: int | None = None) -> tuple[Floats, Ints]:
-        """Time per sample, and most samples in flight that fit into memory, of the ranges of a row
-        as single stages, or of those that begin at its first so many: [configuration, mode, start,
-        stop]. The time is infinite for ranges without items and modes that may not be used.
+        """Return time per sample, and most samples in flight that fit into memory, of the ranges of
+        a row as single stages: [configuration, mode, start, stop]. The time is infinite for empty
+        ranges and modes that may not be used. Ranges begin at the first ``starts`` items.
         """
         starts = len(row) if starts is None else starts
         shape = len(self.configurations), len(self.modes), starts, len(row)
@@ -101,7 +101,7 @@ class Schedules:
 
     @remembered
     def tail_s(self, row: NestedSets) -> Floats:
-        """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
+        """Return compute seconds per sample of the items behind each cut, in the fastest mode."""
         running = [
             row.compute_s(prices.samples(degree)) / prices.microbatch_size
             for prices in self.prices

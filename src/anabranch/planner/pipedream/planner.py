@@ -44,9 +44,9 @@ class PipeDream:
         antichains: stages are cut from the graph itself instead of from its operators in a row.
         accumulate: also plan for one all-reduce per step, as a synchronous pipeline has it; False:
             only the paper's objective, in which m replicas reduce once per m micro-batches.
-        budget: states at most where ``antichains`` is set.
-        steps: splits to compare at most; a thousand million take about 1.5 s. A search that has
-            found plans by then, those of the larger micro-batches, ends with those.
+        budget: most states where ``antichains`` is set.
+        steps: most splits to compare; a thousand million take about 1.5 s. A search beyond them
+            ends with its plans so far, those of larger micro-batches.
     """
 
     max_replicas: int | None = None

@@ -140,7 +140,7 @@ class LevelTable(NamedTuple):
     Attributes:
         cut: seconds per state.
         stage: T of 1, 2 .. components.
-        best: A likewise, of spans from the first few states.
+        best: A of 1, 2 .. components, of spans from the first few states.
     """
 
     cut: NDArray[np.float64]

@@ -131,10 +131,10 @@ class PlannedSpan:
 def stages(
     pieces: Sequence[PlannedSpan], sizes: Sequence[int], firsts: Sequence[int] = (0,)
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """The stages of a plan in the order of the pipeline.
+    """Generate the stages of a plan in the order of the pipeline.
 
     Yields:
-        First and last state, and devices: those of one position in every copy.
+        First and last state, and devices, which have the same position in every copy.
     """
     component = int(np.prod(sizes[:-1]))
     taken = 0

@@ -12,14 +12,14 @@ nested downsets, of which the plan is a chain::
 
 for s stages behind D on k devices. Only the largest load counts, not the depth of the pipeline.
 
-prices      the load of a stage, and how much it can keep in flight
+prices      the load of a stage, and the micro-batches that it can keep in flight
 search      the recurrence, as passes over the stages that a plan may have
-planner     micro-batch sizes, devices for the stages, and what to say when nothing fits
+planner     micro-batch sizes, devices for the stages, and the error when nothing fits
 
 Axes of arrays: lo and hi, the downsets before and after a stage, by index; pair, a nested pair of
 them; option, a pair with a mode.
 
-What is not the paper's, or where it is silent:
+Differences from the paper, and decisions where it is silent:
 
 - No tensor parallelism: no runtime here has it.
 - Recomputation is one choice per stage, not one per layer by a knapsack.

@@ -19,7 +19,7 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 _ROW_PAIRS = 1 << 24
-"""Nested pairs of the prefixes of a row; 5,700 operators have as many."""
+"""Most nested pairs of the prefixes of a row; 5,700 operators have this many."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Piper:
             no budget up to 5,700 of them.
         any_degree: numbers of replicas that are no power of two as well.
         tolerance: relative distance to the least load at which its search ends; 0 for none.
-        budget: downsets at most.
-        pairs: nested pairs of downsets at most; 16 million take about half a gigabyte.
+        budget: most downsets.
+        pairs: most nested pairs of downsets; 16 million take about half a gigabyte.
     """
 
     max_replicas: int | None = None
@@ -93,7 +93,7 @@ class Piper:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
         plans, stages = None, searched[0][0]
         for prices, space in searched:
-            # What a row achieves leaves few of the nested pairs that need a closer look.
+            # With the load of a row as bound, few nested pairs need a closer look.
             bound_s = plans and plans.load_s / max(1 + self.tolerance, ROUNDING)
             better = least(prices, space, self.tolerance, bound_s=bound_s)
             if better is not None:
@@ -105,7 +105,7 @@ class Piper:
             yield few
         whole: BoundedPlans | None = plans
         if not plans.reached(exact=True):
-            # The devices that are idle may be of no use to any of the stages.
+            # ``few`` is None where its stages have no use for the idle devices.
             stages, space = searched[-1]
             whole = None if few else least(stages, space, self.tolerance, exact=True)
         if whole is not None:
@@ -117,7 +117,7 @@ class Piper:
 def _assembled(
     problem: Problem, stages: DownsetPrices, found: BoundedPlans, *, exact: bool
 ) -> StageGraph | None:
-    """A plan on all devices; None if its stages have no use for all of them."""
+    """Return a plan's stage graph on all devices; None if its stages cannot use them all."""
     options, parts = found.options, []
     for i in found.chain(exact=exact):
         mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
@@ -136,16 +136,16 @@ def least(
     bound_s: float | None = None,
     exact: bool = False,
 ) -> BoundedPlans | None:
-    """The plans of the least load, none above a bound; None if nothing fits.
+    """Return the plans of the least load, none above a bound; None if nothing fits.
 
     Args:
-        tolerance: relative distance to the least load that will do.
+        tolerance: relative distance to the least load that is close enough.
         exact: plans must take all devices rather than some of them.
     """
     search = LoadSearch(
         len(stages.downsets), stages.prices.cost.cluster.num_devices, tolerance, stages.floor_s
     )
-    # Without a bound: upwards from a load that could hardly be less.
+    # Without a bound, three rising ones are tried from near the floor.
     first = 2 * stages.floor_s
     for bound in (first, 4 * first, math.inf) if bound_s is None else (bound_s,):
         near = stages.possible(space.pairs, space.traffic, bound)

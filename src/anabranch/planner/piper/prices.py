@@ -35,7 +35,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class DownsetPairs:
-    """Downsets, pairs of them, and lower bounds of the bytes that cross between each."""
+    """Downsets, nested pairs, and least bytes per sample across the border of each pair's stage."""
 
     downsets: NestedSets
     pairs: Pairs
@@ -43,7 +43,7 @@ class DownsetPairs:
 
     @staticmethod
     def of(cost: CostModel, masks: Sequence[int], budget: int) -> DownsetPairs:
-        """All nested pairs of these downsets, ascending by size.
+        """Return all nested pairs of these downsets, which ascend by size.
 
         Raises:
             BudgetError: if there are more than ``budget``.
@@ -62,13 +62,13 @@ class DownsetPrices:
 
     @cached_property
     def floor_s(self) -> float:
-        """No plan has a lesser load: all work, each operator run as is cheapest, shared evenly."""
+        """Lower bound of all loads: all work, each operator at its cheapest, shared evenly."""
         work = [seconds * replicas for replicas, seconds in self._least_s.items()]
         return float(np.min(work, axis=0).sum()) / self.prices.cost.cluster.num_devices
 
     @cached_property
     def _least_s(self) -> dict[int, Floats]:
-        """By replicas, what each operator adds to the load of its stage at least, latency apart."""
+        """Replicas -> least seconds that each operator adds to the load, without latency."""
         prices, summed = self.prices, self.prices.cost.own_parameter_bytes.summed
         return {
             replicas: np.add(*prices.cost.op_seconds(prices.samples(replicas)))
@@ -133,7 +133,7 @@ class DownsetPrices:
         return np.asarray(enough)
 
     def options(self, pairs: Pairs, room: Ints, bound_s: float) -> StageOptions:
-        """The stages within a bound on the load that fit, on at most ``room`` devices per pair.
+        """Return the stages that fit within a bound on the load and in ``room`` devices per pair.
 
         Recomputation is an option only where memory might ask for it.
         """
@@ -154,20 +154,20 @@ class DownsetPrices:
             some = np.flatnonzero(load <= bound_s)
             chosen, weights, load = chosen[some], weights[some], load[some]
             held = self._held(weights, mode)
-            # Whoever can hold all micro-batches is over UNBOUNDED, however few they are.
+            # A stage that can hold all micro-batches has over UNBOUNDED, however few these are.
             keep = held >= np.where(chosen.upper == len(self.downsets) - 1, 1, 2)
             records = np.zeros(np.count_nonzero(keep), OPTION).view(np.recarray)
             records.lo, records.hi = chosen.lower[keep], chosen.upper[keep]
             records.devices, records.mode = mode.replicas, index
             records.load_s, records.held = load[keep], held[keep]
             kept.append(records)
-            # Recomputation follows: never quicker, of use only to what cannot hold everything.
+            # The next mode recomputes: never faster, so only for stages that cannot hold all.
             some = np.flatnonzero(held <= UNBOUNDED)
             chosen, crossing = chosen[some], weights.border[some]
         return joined(kept)
 
     def _load_s(self, pairs: Pairs, weights: StageWeights, mode: Mode) -> Floats:
-        """Seconds per micro-batch."""
+        """Return the load of each stage, in seconds per micro-batch."""
         prices, border = self.prices, weights.border
         n = prices.samples(mode.replicas)
         compute = self.downsets.compute_s(n, recompute=mode.recompute)
@@ -177,5 +177,5 @@ class DownsetPrices:
         return np.asarray(load + reduce_s / prices.num_microbatches)
 
     def _held(self, weights: StageWeights, mode: Mode) -> Ints:
-        """Micro-batches that can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
+        """Return how many micro-batches can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
         return self.prices.headroom(weights, mode.replicas, recompute=mode.recompute) + np.int32(1)

@@ -3,7 +3,7 @@
 Over every stage that a plan may have, each from one downset lo to a larger one hi, go three passes:
 
     after(lo)     fewest devices from downset lo to the end, each load within a bound
-    before(hi)    fewest devices up to downset hi, likewise
+    before(hi)    fewest devices from the beginning to downset hi, by the same bound
     stages(lo, k) fewest stages from lo to the end on exactly k devices, memory respected
 
 The first two know only that a stage keeps one micro-batch in flight, two if another follows it. So
@@ -41,7 +41,7 @@ OPTION = np.dtype(
 
 
 def joined(several: Sequence[StageOptions]) -> StageOptions:
-    """All of these, ascending by ``lo``; at least one."""
+    """Join tables of stages, at least one, ascending by ``lo``."""
     options = np.concatenate(several).view(np.recarray)
     return options[np.argsort(options.lo, kind="stable")]
 
@@ -69,7 +69,7 @@ class BoundedPlans:
         return bool(self.stages[0, -1 if exact else 0 :].min() < NEVER)
 
     def chain(self, *, exact: bool) -> list[int]:
-        """The options of a plan with the fewest stages, first stage first.
+        """Return the options of a plan with the fewest stages, first stage first.
 
         If ``exact`` it takes all devices; otherwise as few stages as any number of devices allows.
         """
@@ -87,7 +87,7 @@ class BoundedPlans:
         return result
 
     def _best(self, among: slice, state: int, extra: int) -> int:
-        """The least load among the options that lead to the fewest stages."""
+        """Return the option of least load among those that lead to the fewest stages."""
         options, count = self.options[among], self.stages[state, extra]
         rest = extra - (options.devices + self.after[options.hi] - self.after[state])
         following = self.stages[options.hi, np.maximum(rest, 0)] + 1
@@ -98,11 +98,13 @@ class BoundedPlans:
 
 @dataclass(frozen=True)
 class LoadSearch:
-    """Looks for the least load.
+    """Bisection for the least load.
 
     Attributes:
+        states: number of downsets.
+        limit: number of devices.
         tolerance: relative distance to the least load at which it stops; 0 for none.
-        floor_s: every plan has a load of at least so much.
+        floor_s: lower bound of the load of every plan.
     """
 
     states: int
@@ -113,7 +115,7 @@ class LoadSearch:
     def least(
         self, options: StageOptions, bound_s: float, *, exact: bool = False
     ) -> BoundedPlans | None:
-        """The plans of the least load, up to a bound, on all devices if ``exact``; else None."""
+        """Return the plans of least load up to a bound, if any; on all devices if ``exact``."""
         best = self._plans(options, bound_s, exact)
         if best is None:
             return None
@@ -129,12 +131,12 @@ class LoadSearch:
                 low = middle
             else:
                 high, best = middle, better
-        # Of loads that are as good, or differ by rounding alone, the one with the fewest stages.
+        # Plans of equal loads, up to tolerance and rounding, so that the fewest stages win.
         return self._plans(options, max(high, low * (1 + self.tolerance)) * ROUNDING, exact)
 
     def room(self, lo: Ints, hi: Ints, devices: Ints) -> tuple[Ints, Ints]:
-        """Per stage the most devices of it in any plan, by what others need, which are fewer than
-        its own if no plan has it; per downset the fewest devices from there to the end.
+        """Return how many devices other stages leave to each stage, and the fewest devices from
+        each downset to the end. A stage with more devices than they leave is in no plan.
         """
         before, after = np.full((2, self.states), NEVER, dtype=np.int32)
         before[0] = after[-1] = 0
@@ -143,7 +145,7 @@ class LoadSearch:
         return np.asarray(self.limit - before[lo] - after[hi], dtype=np.int32), after
 
     def _plans(self, options: StageOptions, bound_s: float, exact: bool) -> BoundedPlans | None:
-        """The plans of these stages under a bound on the load, if there are any."""
+        """Return the plans of these stages under a bound on the load, if there are any."""
         near = options[np.flatnonzero(options.load_s <= bound_s)]
         room, after = self.room(near.lo, near.hi, near.devices)
         kept = near[room >= near.devices]
@@ -158,7 +160,7 @@ class LoadSearch:
 
 
 def _between(loads: Floats, low: float, high: float) -> float | None:
-    """A load strictly between two, near the middle; None if there is none."""
+    """Return a load strictly between two, near the middle; None if there is none."""
     inside = loads[(loads > low) & (loads < high)]
     if not len(inside):
         return None
@@ -168,7 +170,7 @@ def _between(loads: Floats, low: float, high: float) -> float | None:
 
 @compiled
 def _pass_devices(lo: Ints, hi: Ints, devices: Ints, before: Ints, after: Ints) -> None:
-    """The first two passes; what has no stage on a side is ``NEVER``."""
+    """Run the first two passes; ``NEVER`` stays where no stages lead to a downset or on from it."""
     for i in range(len(lo)):
         before[hi[i]] = min(before[hi[i]], before[lo[i]] + devices[i])
     for i in range(len(lo) - 1, -1, -1):
@@ -177,8 +179,8 @@ def _pass_devices(lo: Ints, hi: Ints, devices: Ints, before: Ints, after: Ints) 
 
 @compiled
 def _pass_stages(lo: Ints, hi: Ints, wasted: Ints, held: Ints, stages: Ints) -> None:
-    """The table of ``BoundedPlans.stages``, by the devices beyond the fewest that each option uses
-    up.
+    """Fill ``BoundedPlans.stages``; ``wasted`` has the devices that each option takes beyond the
+    fewest.
     """
     for i in range(len(lo) - 1, -1, -1):
         for extra in range(wasted[i], stages.shape[1]):

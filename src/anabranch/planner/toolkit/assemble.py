@@ -1,4 +1,4 @@
-"""Stage graphs of parts: devices that are left put to use, the stages in order, and their places.
+"""Stage graphs of parts: replicas on all devices, topological order, and devices for stages.
 
 Where devices are left, the replicas of all stages are chosen together: on exactly all devices, with
 the least longest period, and of these with the least sum of periods. 3 operators on 7 devices with
@@ -26,7 +26,7 @@ from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import Stage, StageGraph, heights, successors
 
 SUM_WEIGHT = 1e-6
-"""Weight of the sum of all periods beside the longest, so that it decides between equals."""
+"""Weight of the sum of all periods beside the longest one, so small that it only breaks ties."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Assembler:
     chained: bool = False
 
     def assemble(self, parts: Sequence[Part]) -> Candidate | None:
-        """A stage graph of these parts on all devices; None if there is none in memory."""
+        """Return a stage graph of these parts on all devices; None if they do not fit."""
         return next(self.assemblies(parts), None)
 
     def assemblies(self, parts: Sequence[Part]) -> Iterator[Candidate]:
-        """Stage graphs of these parts, one per placement; none if they do not fit."""
+        """Generate stage graphs of these parts, one per placement; none if they do not fit."""
         left = self.prices.cost.cluster.num_devices - sum(part.replicas for part in parts)
         stages, pairs = self.arrange(self.shared_out(parts) if left else parts)
         stages = self._recomputing(stages, pairs)
@@ -58,7 +58,7 @@ class Assembler:
                 yield Candidate(graph, outline_s)
 
     def placed(self, stages: Sequence[Part], pairs: set[tuple[int, int]]) -> Iterator[StageGraph]:
-        """Parts in topological order as stages, in every way of ``toolkit.place``."""
+        """Generate stage graphs of parts in topological order, in all ways of ``toolkit.place``."""
         sizes = self.prices.cost.cluster.group_sizes
         counts = [part.replicas for part in stages]
         for devices in placements(counts, heights(len(stages), pairs), sizes):
@@ -72,7 +72,7 @@ class Assembler:
         return (self.prices.num_microbatches - 1) * max(periods) + max(way)
 
     def _recomputing(self, parts: list[Part], pairs: set[tuple[int, int]]) -> list[Part]:
-        """The parts, those that do not fit at their heights with recomputation."""
+        """Set recomputation in the parts that do not fit at their heights without it."""
         if not self.prices.recompute:
             return parts
         return [
@@ -81,7 +81,7 @@ class Assembler:
         ]
 
     def _halves(self, part: Part) -> list[Part]:
-        """The part cut in two of about the same work, each run as the part is."""
+        """Cut a part in two of about the same work; replicas and recomputation stay."""
         ops = sorted(bits(part.mask), key=self.position.__getitem__)
         seconds = self.prices.op_seconds(part)[ops].cumsum()
         cut = int(np.maximum(seconds[:-1], seconds[-1] - seconds[:-1]).argmin()) + 1
@@ -89,10 +89,10 @@ class Assembler:
         return [replace(part, mask=first), replace(part, mask=part.mask & ~first)]
 
     def shared_out(self, parts: Sequence[Part]) -> list[Part]:
-        """Stages of the same operators on exactly all devices, the longest period the least.
+        """Choose replicas of parts on exactly all devices, with the least longest period.
 
-        Where that cannot be, one is cut in two: one that fits in no way, else the one of most work.
-        No stages if that does not help either.
+        If no numbers fit, a part is cut in two: one that fits in no mode, else the one with most
+        work. Returns no parts if that does not help either.
         """
         total = self.prices.cost.cluster.num_devices
         current, pairs = self.arrange(parts)
@@ -122,7 +122,7 @@ class Assembler:
         return {op: position for position, op in enumerate(self.order)}
 
     def arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
-        """Parts in topological order, branch after branch, and the stage edges."""
+        """Return parts in topological order, branch after branch, and the stage edges."""
         key = [min(self.position[op] for op in bits(part.mask)) for part in parts]
         pairs = mask_edges([part.mask for part in parts], self.prices.cost.graph)
         ordered = topological_order(successors(len(parts), pairs), key.__getitem__)
@@ -140,7 +140,8 @@ def on_exactly(total: int, prices: MicrobatchPrices, ways: Sequence[Sequence[Par
     """
     if not all(ways):
         return []
-    # Per number of devices the longest period and the sum of all; infinite beyond the end, too.
+    # Longest period and sum of periods by number of devices. The second half stays infinite, for
+    # negative indices.
     longest, together = np.full((2, 2 * total + 1), np.inf)
     longest[0] = together[0] = 0.0
     taken = []
@@ -169,7 +170,7 @@ def stage_graph(
     devices: Sequence[Sequence[int]],
     pairs: set[tuple[int, int]],
 ) -> StageGraph:
-    """Parts in topological order as stages on these devices."""
+    """Return the stage graph of parts in topological order on these devices."""
     graph = prices.cost.graph
     return StageGraph(
         tuple(
@@ -194,7 +195,7 @@ def fits(prices: MicrobatchPrices, parts: Sequence[Part], pairs: set[tuple[int, 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage graph, and roughly its seconds per step."""
+    """A stage graph and its outline, which is roughly the seconds of a step."""
 
     graph: StageGraph
     outline_s: float

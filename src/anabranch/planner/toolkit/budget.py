@@ -13,7 +13,7 @@ class Budget:
 
     Attributes:
         planner: key of ``planner.PLANNERS``.
-        remedies: what takes fewer steps, or allows more.
+        remedies: advice for the error, how to take fewer steps or allow more.
     """
 
     planner: str
@@ -22,7 +22,7 @@ class Budget:
     spent: float = 0.0
 
     def spend(self, steps: float) -> None:
-        """Count; raises BudgetError beyond the limit."""
+        """Count steps; raises BudgetError beyond the limit."""
         self.spent += steps
         if self.spent > self.limit:
             raise BudgetError(

@@ -7,9 +7,9 @@ is the difference of two nested ones, so a chain of them cuts the model into sta
       |               +--> d             a,c1  a,b1,c1  (a,b1,b2,c1)
       +-> c1 ---------+        size 0  1  2          3          4             5
 
-A chain of n operators has n + 1 of them, k chains of n side by side (n + 1) ** k, so whoever asks
-states a budget. Without its last operator (in topological order) a downset is still one, so every
-one but the empty has one parent and is found once. Time O(N * out-degree) for N downsets.
+A chain of n operators has n + 1 downsets, k chains of n side by side (n + 1) ** k, so callers set a
+budget. Without its last operator (in topological order) a downset is another one, its only parent,
+so each but the empty one is found once. Time O(N * out-degree) for N downsets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anabranch.graph.opgraph import OpGraph, bits
 
 
 def downsets(graph: OpGraph, budget: int) -> list[int]:
-    """All downsets of a graph as bit masks.
+    """Return all downsets of a graph as bit masks.
 
     Returns:
         Ascending by number of operators, those of one size ascending as numbers; the first is
@@ -39,7 +39,7 @@ def downsets(graph: OpGraph, budget: int) -> list[int]:
     for i, needed in enumerate(graph.predecessors):
         sources |= (not needed) << i
     complete: list[int] = []
-    # Per downset, the operators that may come next and stand behind all of its own.
+    # (downset, operators that may be added next and come after all of its own).
     level = [(0, sources)]
     while level:
         level.sort()
@@ -61,7 +61,10 @@ def downsets(graph: OpGraph, budget: int) -> list[int]:
 
 
 def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
-    """All pairs of downsets, ascending by size, of which one holds the other.
+    """Return all pairs of downsets of which the upper one contains the lower one.
+
+    Args:
+        masks: downsets, ascending by size.
 
     Raises:
         BudgetError: if there are more than ``budget``.
@@ -89,7 +92,7 @@ def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
 
 
 def _supersets(columns: Sequence[NDArray[np.uint64]], lower: int, first: int) -> NDArray[np.int32]:
-    """Indices from ``first`` on of the downsets that hold another."""
+    """Return the indices from ``first`` on of downsets that contain the one at ``lower``."""
     supersets = np.flatnonzero(columns[0][first:] & columns[0][lower] == columns[0][lower])
     for column in columns[1:]:
         supersets = supersets[column[first:][supersets] & column[lower] == column[lower]]

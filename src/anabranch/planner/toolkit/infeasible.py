@@ -15,20 +15,20 @@ from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import StageGraph
 
 _MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
-"""Multiples of the memory that some devices need which are tried for all of them."""
+"""Multiples of the memory that is enough on some devices, to try on all of them."""
 
 _MOST_DEVICES = 1024
 """Device counts beyond this are not suggested."""
 
 _MOST_HEIGHTS = 64
-"""Greater heights are taken for the greatest."""
+"""Most heights that are told apart; all greater ones count as the greatest possible."""
 
 
 def explained(problem: Problem, proposals: Iterator[StageGraph]) -> Iterator[StageGraph]:
-    """Proposals, the first of which is made at once.
+    """Return proposals; the first is made at once, so that errors come at the call.
 
     Raises:
-        InfeasiblePlanError: if there is none; the message says what would do.
+        InfeasiblePlanError: if there is none; the message says what would be enough.
     """
     first = next(proposals, None)
     if first is None:
@@ -37,8 +37,8 @@ def explained(problem: Problem, proposals: Iterator[StageGraph]) -> Iterator[Sta
 
 
 def explain(problem: Problem) -> InfeasiblePlanError:
-    """Say how the problem becomes feasible with stages that are runs of the operators: with more
-    memory on these devices, or with more of these devices.
+    """Return an error that says how much memory, or how many of these devices, would be enough for
+    stages that are runs of the operators.
     """
     cost = problem.cost
     cluster, total = cost.cluster, problem.devices
@@ -50,7 +50,7 @@ def explain(problem: Problem) -> InfeasiblePlanError:
         return bool(_runs_on_fewest_devices(problem, prices, total))
 
     memory = least_memory(enough, float(cluster.memory_bytes))
-    # On all devices, pipelines are longer or micro-batches larger than on as few as will do.
+    # On all devices, pipelines are longer or micro-batches larger than on the fewest.
     tried = (memory * ratio for ratio in _MORE_MEMORY)
     memory = next((more for more in tried if fit_in_a_row(problem, sizes, more)), memory)
     few = _runs_on_fewest_devices(problem, problem.prices(size, _MOST_DEVICES), _MOST_DEVICES)
@@ -71,7 +71,7 @@ def explain(problem: Problem) -> InfeasiblePlanError:
 
 
 def least_memory(enough: Callable[[float], bool], start: float) -> float:
-    """Bytes per device that are enough, to a hundredth above the least."""
+    """Return bytes per device that are enough, at most 1 % above the least."""
     low, high = 0.0, start
     while not enough(high):
         low, high = high, high * 2
@@ -92,8 +92,8 @@ def fit_in_a_row(problem: Problem, sizes: Sequence[int], memory: float) -> bool:
 
 
 def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices, most: int) -> list[Part]:
-    """Stages that are runs of the operators in one order, on as few devices as memory allows at
-    some prices, none if ``most`` are too few: a dynamic programme over the cuts.
+    """Return stages that are runs of the operators in one order, on the fewest devices that have
+    memory for them; none if these are more than ``most``. A dynamic programme over the cuts.
 
     From the sink backwards, with height h the distance to it in stages::
 

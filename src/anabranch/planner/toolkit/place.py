@@ -1,8 +1,8 @@
-"""Devices of the stages, where it is known how many each needs.
+"""Placement of stages with known numbers of devices.
 
-Stages that need whole groups of a level come first (a rack, then a node), then the others; each
-goes to the first group with room, of the innermost level that has one, so that its replicas lie in
-one node where possible, else in one rack.
+Stages that need whole groups of a level come first (a rack, then a node), then the others. Each
+goes to the first group with room, at the innermost level that has one. So its replicas lie in one
+node if possible, else in one rack.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 FEW_STAGES = 8
-"""Stages of a plan at most that are tried spread over the nodes: all-reduces and transfers of more
-meet at the cards.
+"""Most stages of a plan that are also tried spread over nodes: with more, all-reduces and transfers
+share cards.
 """
 
 
 def place(devices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Device numbers for stages with these numbers of devices, in order; empty if there is no room.
+    """Return device numbers for stages with these numbers of devices; empty if there is no room.
 
     Args:
         sizes: devices in a group of each level, innermost first, as ``Cluster.group_sizes``.
@@ -44,7 +44,7 @@ def place(devices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _room(free: Sequence[list[int]], wanted: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Nodes with room for ``wanted`` devices, in the first of the smallest groups; or none."""
+    """Return nodes with ``wanted`` free devices in all, in the smallest group that has as many."""
     for level, size in enumerate(sizes):
         if wanted > size:
             continue
@@ -56,7 +56,7 @@ def _room(free: Sequence[list[int]], wanted: int, sizes: Sequence[int]) -> list[
 
 
 def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[int]]:
-    """The nodes, subgroup after subgroup of the levels below, those with most left first."""
+    """Sort nodes by their groups at each level below, those with most free devices first."""
     if not sizes:
         return nodes
     below = [list(left) for _, left in groupby(nodes, key=lambda left: left[0] // sizes[-1])]
@@ -67,7 +67,7 @@ def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[in
 def placements(
     counts: Sequence[int], height: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[list[list[int]]]:
-    """Devices of stages in topological order, in up to four ways, each once.
+    """Generate placements of stages in topological order, up to four without duplicates.
 
     Branch after branch, which keeps a branch in a node; from the sink backwards, which keeps the
     last stages of the branches near their join; and, for plans of few stages, each stage spread
@@ -92,7 +92,7 @@ def placements(
 
 
 def scatter(replicas: Sequence[int], node: int) -> list[list[int]]:
-    """Device numbers for stages that are spread over all nodes (or racks) as evenly as can be.
+    """Return device numbers for stages spread over all nodes (or racks) as evenly as possible.
 
     Empty if there is one node only, or no stage of several devices.
     """

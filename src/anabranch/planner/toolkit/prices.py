@@ -8,9 +8,9 @@ all-reduce over d devices that are numbered in a row, and a byte across the bord
     left     what the last backward, 2/3 of forward + backward, does not hide of the all-reduce
     period   work + left / micro-batches of a step
 
-Compute hides transfers, the last backward hides what it can of the all-reduce, and the rest is
-spread over the micro-batches. PipeDream's and Piper's objectives are others, as published: the
-larger of all three, and the sum.
+Compute hides transfers, the last backward hides a part of the all-reduce, and the rest is spread
+over the micro-batches. PipeDream and Piper have their published objectives instead: the largest of
+all three, and the sum.
 
 All that crosses the border of a stage is taken to leave its node, unless the whole cluster is one,
 on a card that nobody else uses; the simulator knows where the devices are.
@@ -42,11 +42,11 @@ ROUNDING = 1 + 1e-9
 """Factor by which seconds and bytes that are summed in another order may differ."""
 
 HIDING = 2 / 3
-"""Share of a micro-batch's compute that is its backward, which goes on beside an all-reduce."""
+"""Backward's share of a micro-batch's compute; it runs while gradients are summed."""
 
 
 def traffic_s(comes: Traffic, goes: Traffic, samples: Number, per_byte_s: Number) -> Number:
-    """Seconds of transfers per micro-batch, in the direction that takes longer."""
+    """Return the seconds of transfers per micro-batch, in the direction that takes longer."""
     if comes.has_fixed or goes.has_fixed:
         return np.maximum(comes.at(samples), goes.at(samples)) * per_byte_s
     return np.maximum(comes.per_sample, goes.per_sample) * samples * per_byte_s
@@ -55,7 +55,7 @@ def traffic_s(comes: Traffic, goes: Traffic, samples: Number, per_byte_s: Number
 def period_s(
     traffic_s: Number, compute_s: Number, reduce_s: Number, num_microbatches: Number
 ) -> Number:
-    """The formula at the head of this file."""
+    """Return the period, by the formula at the head of this file."""
     left_s = np.maximum(0.0, reduce_s - HIDING * compute_s)
     return np.maximum(compute_s, traffic_s) + left_s / num_microbatches
 
@@ -94,7 +94,7 @@ class MicrobatchPrices:
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """All modes that may be used, fewest devices first; of equals the plainest first."""
+        """All modes that may be used, by devices, each first without recomputation."""
         recompute = (False, True) if self.recompute else (False,)
         return tuple(Mode(degree, again) for degree in self.degrees for again in recompute)
 
@@ -108,7 +108,7 @@ class MicrobatchPrices:
         return -(-self.microbatch_size // degree)
 
     def may(self, replicas: int) -> bool:
-        """Return True if each of so many replicas has samples that the profile prices."""
+        """Return True if the profile covers the samples of each of this many replicas."""
         size, short = self.microbatch_size, self.batch_size % self.microbatch_size
         if not 1 <= replicas <= size:
             return False
@@ -140,7 +140,7 @@ class MicrobatchPrices:
     def headroom(
         self, weights: StageWeights, replicas: Number, *, recompute: Number = False
     ) -> NDArray[np.int32]:
-        """The largest height at which a stage, or each of many, fits; -1 where it fits at none."""
+        """Return the largest height at which a stage, or each of many, fits; -1 if none."""
         size = self.microbatch_size
         memory = self.cost.memory(weights, size, replicas, recompute=recompute)
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
@@ -164,12 +164,12 @@ class MicrobatchPrices:
 
     @remembered
     def part_headroom(self, part: Part) -> int:
-        """The largest height at which the part fits; -1 if none."""
+        """Return the largest height at which the part fits; -1 if none."""
         weights = self.cost.weights(part.mask)
         return int(self.headroom(weights, part.replicas, recompute=part.recompute))
 
     def ways(self, mask: int, most: int) -> Iterator[Part]:
-        """Operators as a part in every mode with up to ``most`` replicas."""
+        """Generate parts of these operators in every mode with up to ``most`` replicas."""
         for replicas in filter(self.may, range(1, most + 1)):
             for recompute in (False, True)[: 1 + self.recompute]:
                 yield Part(mask, replicas, recompute)

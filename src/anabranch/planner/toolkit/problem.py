@@ -40,10 +40,10 @@ class Problem:
     """A model, a cluster and the limits of a plan.
 
     Attributes:
-        microbatch_size: the one to plan with; None: all of ``sizes``.
+        microbatch_size: the only size to plan with; None: all of ``sizes``.
         max_replicas: replicas per stage at most; None: no limit.
         chained: every stage waits for the one before it.
-        any_degree: numbers of replicas that are no power of two as well.
+        any_degree: numbers of replicas need not be powers of two.
     """
 
     cost: CostModel
@@ -55,7 +55,7 @@ class Problem:
     any_degree: bool = False
 
     def checked(self) -> Problem:
-        """The problem, once the arguments that every planner takes have been checked.
+        """Check the arguments that every planner takes, and return the problem.
 
         Raises:
             ValueError: for a batch or micro-batch that cannot be.
@@ -138,8 +138,8 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Micro-batch sizes to try, ascending: powers of two and the batch, if none is given, but
-        none that makes too many micro-batches.
+        """Micro-batch sizes to try, ascending: the fixed one, or powers of two and the batch,
+        except those that make too many micro-batches.
         """
         if self.microbatch_size:
             return (self.microbatch_size,)
@@ -151,7 +151,7 @@ class Problem:
         """Prices at one micro-batch size.
 
         Args:
-            devices: how many there are, if other than those of the cluster.
+            devices: number of devices, if it is not the cluster's.
         """
         most = min(devices or self.devices, self.most_replicas)
         powers = [1 << i for i in range(most.bit_length())]

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
-from anabranch.graph.call_traits import arguments
+from anabranch.graph.call_traits import SampleAxis, arguments
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import CALL, frame, schema_name
-from anabranch.graph.sample_axis import SampleAxis, blocks, sample_axes
+from anabranch.graph.sample_axis import blocks, sample_axes
 from anabranch.graph.split import StageProgram
 from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 
