@@ -192,6 +192,23 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
     assert results[0][1]
 
 
+def test_a_step_that_was_refused_is_in_no_checkpoints_way(tmp_path: Path) -> None:
+    """Nothing was changed in it, so what is saved behind it is the step before."""
+    model = built("TwoBranch")
+    poisoned = batch(16)
+    poisoned["x"][9] = float("inf")
+
+    def work(pipeline: Pipeline) -> None:
+        pipeline.step(BATCHES[0])
+        with pytest.raises(NonFiniteError):
+            pipeline.step(poisoned)
+        pipeline.save(tmp_path / "step-1", wait=False)
+        pipeline.finish_saving()
+
+    run(model, plan(model, 2), work)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_a_bad_step_has_no_checkpoint(tmp_path: Path) -> None:
     """Without a barrier it is known to be bad only after the next one, when its checkpoint has been
     begun; that of the good step before it is there.

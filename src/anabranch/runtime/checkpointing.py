@@ -28,7 +28,6 @@ from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator
-from anabranch.runtime import texts
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -252,7 +251,7 @@ def move(
         progress: where training is, the same on every rank.
     """
     listed = {key: [*entry, list(readers[key])] for key, entry in part.listed.items()}
-    documents = texts.gather({**part.description, "tensors": listed}, mesh.all_gather_bytes)
+    documents = mesh.gather({**part.description, "tensors": listed})
     everything = sorted(
         (key, owner, *entry)
         for owner, document in enumerate(documents)

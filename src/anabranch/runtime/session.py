@@ -110,9 +110,8 @@ class Session:
             if check_memory:
                 assignment.require_memory(plan, mesh)
             self.transport = transport = mesh.transport(place, sorted({*channels(graph), *further}))
-            drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
-            mesh.broadcast(drawn, 0)
-            feed.seed, self._run_id = seed, run_id = [int(number) for number in drawn]
+            drawn = mesh.gather([torch.initial_seed() % SEEDS, secrets.randbits(62)])
+            feed.seed, self._run_id = seed, run_id = drawn[0]
             if predecessor is not None:
                 saved = predecessor.checkpoints.hand_over(holders)
                 predecessor.close()
