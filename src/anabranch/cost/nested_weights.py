@@ -288,7 +288,7 @@ class NestedSets:
 
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
-        """Whether a set makes a value, readers outside it: [set, value]; bytes: [value, column]."""
+        """Per set and value, whether the set makes it and its readers outside; bytes as columns."""
         values = [
             value
             for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)
