@@ -71,6 +71,27 @@ class MaskedByHand(Tokens):
         return first + 0.5 * F.cross_entropy(scores[:, 0], label[:, 0])
 
 
+class ByFrequency(Tokens):
+    """Classes that are rare in the batch count for more."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        counts = torch.bincount(label[label != -100], minlength=CLASSES)
+        weight = 1 / counts.clamp(min=1)
+        return F.cross_entropy(self.scores(x).flatten(0, 1), label.flatten(), weight=weight)
+
+
+class MixedRows(Tokens):
+    """Two values of each sample, stacked, that are viewed as rows of two values of two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        stacked = torch.stack([self.body(y), self.body(x.mean(1))])
+        return self.head(torch.tanh(self.both(stacked.reshape(-1, 2 * WIDTH)))).square().mean()
+
+
 class Chosen(Tokens):
     """The mean over the labels that a mask chooses, and sums divided by their number, one of Python
     and one of ones.
@@ -420,6 +441,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "times samples": (TimesSamples, "mean"),
     "masked": (Masked, "weighted mean"),
     "masked by hand": (MaskedByHand, "weighted mean"),
+    "by frequency": (ByFrequency, "weighted mean"),
     "chosen": (Chosen, "weighted mean"),
     "means of the chosen": (ChosenMeans, "weighted mean"),
     "pairs of the chosen": (ChosenPairs, "coupled"),
@@ -442,6 +464,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "centred": (Centred, "coupled"),
     "normed together": (NormedTogether, "coupled"),
     "across samples": (AcrossSamples, "coupled"),
+    "mixed rows": (MixedRows, "coupled"),
     "counted column": (CountedColumn, "coupled"),
     "root mean": (RootMean, "coupled"),
     "balanced": (Balanced, "coupled"),

@@ -150,7 +150,7 @@ def rows() -> list[Row]:
         outcome = ours.run(leaves, turn)
         both["ours"].append((time.thread_time() - begun) / MICROBATCHES)
         spent: dict[Kind, float] = defaultdict(float)
-        for action, (start, end) in zip(ours.actions, outcome.times, strict=True):
+        for action, (start, end) in outcome.times:
             spent[action.kind] += end - start
         for kind, total in spent.items():
             by_kind[kind].append(total / MICROBATCHES)

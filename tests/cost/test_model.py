@@ -196,8 +196,8 @@ def test_replicas_share_what_they_update():
 
 def test_what_a_pass_takes_besides() -> None:
     """When b has its 60 bytes and the gradient of w, the 30 that c keeps behind it are not there;
-    when a has its 40 likewise. So of a to c b counts, of a and c with few samples a, whose gradient
-    is the same, then c.
+    when a has its 40 likewise. So of b and c b counts, of a and c with few samples a, then c. Of a
+    to c a counts: b's gradient of w waits for a's, and there is their sum.
     """
     working = {"a": 40, "b": 60, "c": 25, "d": 0}
     plain = cost_model()
@@ -206,7 +206,8 @@ def test_what_a_pass_takes_besides() -> None:
         for op, cost in zip(OPS, plain.profile.costs, strict=True)
     )
     cost = replace(plain, profile=replace(plain.profile, costs=costs))
-    assert cost.weights(0b111).passes.at(2) == 1000 + 2 * (60 - 30)
+    assert cost.weights(0b111).passes.at(2) == 3 * 1000 + 2 * (40 - 30 - 20)
+    assert cost.weights(0b110).passes.at(2) == 1000 + 2 * (60 - 30)
     assert cost.weights(0b101).passes.at(2) == 1000 + 2 * (40 - 30)
     assert cost.weights(0b101).passes.at(100) == 100 * 25
     assert cost.weights(0b1).passes.at(2) == 1000 + 2 * 40

@@ -60,7 +60,7 @@ class Recorder:
         self._set(Mesh, "transport", transport)
         for name in ("start_all_reduce", "start_reduce", "start_all_gather", "start_broadcast"):
             self._set(Mesh, name, self._starting(getattr(Mesh, name), name))
-        for name in ("broadcast", "all_gather"):
+        for name in ("broadcast", "gather_bytes"):
             self._set(Mesh, name, self._blocking(getattr(Mesh, name), name))
         begin = Mesh.begin_sums
 

@@ -427,7 +427,7 @@ def test_parts_of_counted_sizes_name_another_way() -> None:
     """Masks, which are captured."""
 
     def body(_: Net, h: torch.Tensor) -> torch.Tensor:
-        return torch.cat(h.split((h[:, 0] > 0).long().bincount(minlength=2).tolist()))
+        return torch.cat(h.split((h[:, 0] > 0).long().bincount().tolist()))
 
     def masked(net: Net, h: torch.Tensor) -> torch.Tensor:
         y, group = torch.zeros_like(h), (h[:, 0] > 0).long()

@@ -82,3 +82,25 @@ def test_slices_have_the_number_of_the_batch(
     """By the weights of the capture, whether it is a mean, a sum, a count of labels or constant."""
     found, expected = compared[f"{place}"]
     assert found == pytest.approx(expected)
+
+
+class SequenceFirst(nn.Module):
+    """Refuses a symbolic number of samples; what it transposes is contiguous for one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layer = nn.Parameter(torch.zeros(1, 1, 4)), nn.GRU(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.start.expand(1, int(str(len(x))), 4).contiguous()
+        return self.layer(x.transpose(0, 1).contiguous(), start)[0].square().mean()
+
+
+def test_one_sample_has_the_calls_of_several_where_each_number_is_exported() -> None:
+    """Python's ``contiguous`` is no call of what is contiguous already."""
+    captured = capture(SequenceFirst(), (x := torch.randn(2, 3, 4),))
+    assert len(captured.programs.exporter.fixed) > 1  # as many exports as numbers of samples
+    module = captured.module
+    whole, stages = module(x), split(captured, one_stage(captured))
+    parts = [run_stages(stages, (x,), rows=slice(i, i + 1))[0] for i in (0, 1)]
+    torch.testing.assert_close(sum(parts) / 2, whole)

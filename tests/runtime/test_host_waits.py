@@ -119,6 +119,7 @@ def test_a_pipeline_waits_three_times_a_step() -> None:
     assert max(counts) <= 2 * MOST
 
 
+@pytest.mark.usefixtures("late_device")
 def test_steps_give_the_device_its_update_before_they_wait() -> None:
     """Whether numbers are finite is decided on the device, so that it has something to do while the
     host looks; ``step`` looks first, because other ranks have a say.

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.errors import NonFiniteError, StageFailedError
+from anabranch.checkpoint import RankPart, saving
+from anabranch.checkpoint.writing import Target, write_part
+from anabranch.errors import LoaderError, NonFiniteError, StageFailedError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
@@ -190,6 +192,23 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
     assert results[0][1]
 
 
+def test_a_step_that_was_refused_is_in_no_checkpoints_way(tmp_path: Path) -> None:
+    """Nothing was changed in it, so what is saved behind it is the step before."""
+    model = built("TwoBranch")
+    poisoned = batch(16)
+    poisoned["x"][9] = float("inf")
+
+    def work(pipeline: Pipeline) -> None:
+        pipeline.step(BATCHES[0])
+        with pytest.raises(NonFiniteError):
+            pipeline.step(poisoned)
+        pipeline.save(tmp_path / "step-1", wait=False)
+        pipeline.finish_saving()
+
+    run(model, plan(model, 2), work)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_a_bad_step_has_no_checkpoint(tmp_path: Path) -> None:
     """Without a barrier it is known to be bad only after the next one, when its checkpoint has been
     begun; that of the good step before it is there.
@@ -211,6 +230,53 @@ def test_a_bad_step_has_no_checkpoint(tmp_path: Path) -> None:
 
     run(model, plan(model, 2), work, workload=with_options(model, optimizer=sgd))
     assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
+
+
+def test_a_checkpoint_is_waited_for_right_after_it_has_begun(tmp_path: Path) -> None:
+    """Between steps without a barrier; what came of its step is asked first. Another follows at
+    once.
+    """
+    model = built("TwoBranch")
+
+    def work(pipeline: Pipeline) -> list[bool]:
+        there = []
+        for _ in pipeline.steps(BATCHES[:3]):
+            folder = tmp_path / f"step-{pipeline.step_number}"
+            if not folder.exists() and pipeline.step_number == 3:
+                pipeline.save(folder, wait=False)
+                pipeline.save(tmp_path / "again", wait=False)
+                pipeline.finish_saving()
+                there += [folder.exists(), (tmp_path / "again").exists()]
+        return there
+
+    assert run(model, plan(model, 2), work) == [[True, True]] * 2
+
+
+def test_a_checkpoint_of_a_good_step_outlives_data_that_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is being written, by one rank longer than by the other."""
+    model = built("TwoBranch")
+
+    def data(size: int, epoch: int) -> Iterator[Batch]:
+        yield BATCHES[0]
+        raise KeyError("user_id")
+
+    def slowly(target: Target, rank: int, part: RankPart) -> None:
+        time.sleep(0.2 + 0.2 * rank)
+        write_part(target, rank, part)
+
+    def work(pipeline: Pipeline) -> bool:
+        batches = pipeline.batches()
+        pipeline.step(next(batches))
+        pipeline.save(tmp_path / "step-1", wait=False)
+        with pytest.raises(LoaderError):
+            next(batches)
+        return (tmp_path / "step-1").exists()
+
+    monkeypatch.setattr(saving, "write_part", slowly)
+    workload = with_options(model, data=data)
+    assert run(model, plan(model, 2), work, workload=workload) == [True, True]
 
 
 def test_what_raises_in_a_stage_is_named_with_its_place() -> None:

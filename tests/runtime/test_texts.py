@@ -22,18 +22,6 @@ def test_texts_of_any_length_come_by_rank() -> None:
     assert launch.run(rank, 3, timeout=60.0) == [(said, [""] * 3)] * 3
 
 
-@pytest.mark.dist
-def test_a_text_of_the_first_rank_is_everybodys() -> None:
-    """However long the others' are."""
-    said = ["\u00e4 {}" * 1000, "b", ""]
-
-    def rank() -> tuple[str, str]:
-        mine = dist.get_rank()
-        return texts.from_first(said[mine]), texts.from_first("" if mine == 0 else "a")
-
-    assert launch.run(rank, 3, timeout=60.0) == [(said[0], "")] * 3
-
-
 def test_nothing_that_travels_is_pickled() -> None:
     """torch's collectives for objects are, and are used nowhere."""
     folder = Path(anabranch.__file__).parent

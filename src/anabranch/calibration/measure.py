@@ -19,7 +19,6 @@ from anabranch.calibration.pipelines import measure_overheads
 from anabranch.calibration.side_by_side import measure_slowdown
 from anabranch.cluster import Calibration, Cluster, Level
 from anabranch.device.host import host
-from anabranch.runtime import texts
 from anabranch.runtime.measurement.workload import measure_update
 from anabranch.runtime.mesh import Mesh
 from anabranch.workload import Workload, adamw
@@ -84,7 +83,7 @@ def _links() -> tuple[list[str], dict[int, Exchange]]:
     """Return hosts by rank, and exchanges with the first rank by peer; call it on all ranks."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size))
-    hosts, transport = texts.gather(host()), mesh.transport()
+    hosts, transport = mesh.gather(host()), mesh.transport()
     near = [rank for rank in range(1, size) if hosts[rank] == hosts[0]]
     far = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
     links: dict[int, Exchange] = {}

@@ -63,13 +63,18 @@ class Saving:
         """Confirm that the saved step was a good one on all ranks."""
         self._good.set()
 
+    @property
+    def is_open(self) -> bool:
+        """True until it is known whether the step was a good one."""
+        return not (self._good.is_set() or self._given_up.is_set())
+
     def check(self) -> None:
         """Raise the error of the thread so far, if any, a TrainingError."""
         if self._error is not None and not self._given_up.is_set():
             raise self._error
 
     def wait(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Wait until this rank's part, or on the first rank all, is written; raises TrainingError.
+        """Wait until the checkpoint is complete or given up; raises TrainingError where it failed.
 
         Args:
             waiting: context of the wait for the parts of other ranks.
@@ -77,6 +82,9 @@ class Saving:
         self._is_written.wait()
         with waiting():
             self._is_complete.wait()
+            if self._rank != 0 and self._error is None:
+                with suppress(TrainingError):  # the first rank says what went wrong
+                    self._wait_for(lambda: not self._target.partial.exists())
         self._thread.join()
         self.check()
 

@@ -82,7 +82,7 @@ def on_first(make: Callable[[], Plan]) -> Plan:
         except AnabranchError as error:
             failure = error
     document = {} if plan is None else plan_to_dict(plan)
-    received = texts.from_first(document)
+    received = texts.gather(document)[0]
     if failure is not None:
         raise failure
     if not received:

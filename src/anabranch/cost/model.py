@@ -7,7 +7,6 @@ them without rounding, and sums in any order agree to the last bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -25,7 +24,7 @@ from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import Profile, UpdateCost, between, row_below
+from anabranch.profile.profile import Profile, UpdateCost, between, on_grid, row_below
 from anabranch.remembered import remembered
 
 
@@ -73,7 +72,7 @@ class CostModel:
         Raises:
             ProfileError: outside the measured range.
         """
-        return _on_grid(*self._interpolate(self.profile.seconds, samples))
+        return on_grid(*self._interpolate(self.profile.seconds, samples))
 
     @remembered
     def op_weight_s(self, samples: float) -> Floats:
@@ -125,7 +124,7 @@ class CostModel:
         ops, waiting = list(bits(mask)), set(self._waiting(mask))
         costs = self.profile.costs
         held = np.array([costs[op].waiting_bytes * (op in waiting) for op in ops], np.float64)
-        own = self.largest_gradients[ops], self.working_bytes[ops]
+        own = self._gradients(mask), self.working_bytes[ops]
         return StagePasses.of(*own, -held, np.zeros(len(ops))), float(held.sum())
 
     def _waiting(self, mask: int) -> list[int]:
@@ -228,11 +227,14 @@ class CostModel:
     @cached_property
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
         """Parameters that several operators read, each behind the bit mask of its readers."""
-        return tuple(
-            (mask, self.parameters[name])
-            for name, mask in self.graph.readers.items()
-            if mask.bit_count() > 1
-        )
+        readers = self.graph.readers.items()
+        return tuple((m, self.parameters[name]) for name, m in readers if m.bit_count() > 1)
+
+    @cached_property
+    def tied_gradients(self) -> tuple[tuple[int, float], ...]:
+        """Bytes of gradients of trained ``tied`` parameters, behind the same masks."""
+        held = ((mask, self.held_bytes(parameter)) for mask, parameter in self.tied)
+        return tuple((mask, h.gradient) for mask, h in held if h.trainable)
 
     def held_bytes(self, parameter: Parameter) -> Held[float]:
         """Bytes of one parameter."""
@@ -260,12 +262,14 @@ class CostModel:
     @cached_property
     def largest_gradients(self) -> Floats:
         """Bytes of the largest gradient of a parameter that each operator reads."""
-        largest = np.zeros(len(self.graph))
-        for i, op in enumerate(self.graph.ops):
-            read = [self.parameters[name] for name in op.parameters]
-            nbytes = (self._rows.get(p.name, p.nbytes) for p in read if p.trainable)
-            largest[i] = max(nbytes, default=0)
-        return largest
+        sizes = {name: self.held_bytes(p).gradient for name, p in self.parameters.items()}
+        read = ([sizes[name] for name in op.parameters] for op in self.graph.ops)
+        return np.array([max(gradients, default=0) for gradients in read], dtype=np.float64)
+
+    def _gradients(self, mask: int) -> Floats:
+        """Return the bytes of gradients of parameters in the backward of each operator of a set."""
+        waiting = StagePasses.waiting(mask, self.tied_gradients)
+        return self.largest_gradients[[*bits(mask)]] + waiting
 
     @cached_property
     def working_bytes(self) -> Floats:
@@ -297,7 +301,7 @@ class CostModel:
             float(kept.sum()),
             self.border(mask),
             float(gradients.max(initial=0.0)),
-            StagePasses.of(gradients, self.working_bytes[ops], kept, kept_fixed),
+            StagePasses.of(self._gradients(mask), self.working_bytes[ops], kept, kept_fixed),
             float(kept_fixed.sum()),
         )
 
@@ -391,10 +395,3 @@ class CostModel:
             updated=max(self.updated_bytes(mask, replicas)),
         )
         return float(held.peak(in_flight))
-
-
-def _on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
-    """Round seconds so that sums of them are exact, also with every forward twice."""
-    exponent = math.frexp(2 * float(forward.sum()) + float(backward.sum()))[1]
-    unit = max(math.ldexp(1.0, exponent - 52), math.ulp(0.0))
-    return np.rint(forward / unit) * unit, np.rint(backward / unit) * unit

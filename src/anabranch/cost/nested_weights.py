@@ -57,7 +57,7 @@ class Pairs:
         """Pairs at a mask, ascending indices or a slice."""
         return Pairs(self.lower[keep], self.upper[keep])
 
-    def difference(self, per_set: Floats) -> Floats:
+    def difference(self, per_set: NDArray[Any]) -> NDArray[Any]:
         """Return a sum per stage, from a sum per set."""
         return np.asarray(per_set[self.upper] - per_set[self.lower])
 
@@ -179,14 +179,19 @@ class NestedSets:
         """Bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
         cost = self.cost
         own = cost.largest_gradients + cost.working_bytes * samples
-        return self._fullest(pairs, own, cost.kept_bytes * samples + cost.kept_fixed_bytes)
+        kept = cost.kept_bytes * samples + cost.kept_fixed_bytes
+        return self._fullest(pairs, own, kept, cost.tied_gradients)
 
-    def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
+    def _fullest(
+        self, pairs: Pairs, own: Floats, kept: Floats, tied: Sequence[tuple[int, float]] = ()
+    ) -> Floats:
         """Solve the recurrence of ``StagePasses`` for all pairs, by the bytes that each operator
-        takes itself and keeps. For a chain in the order of the model, or in any order where nothing
-        is kept, pass(i) is ``max over j <= i (own[j] + kept up to j) - kept up to i``.
+        takes itself and keeps; gradients of ``tied`` parameters wait for their first reader.
+
+        Without these, for a chain in the order of the model, or in any order where nothing is kept,
+        pass(i) is ``max over j <= i (own[j] + kept up to j) - kept up to i``.
         """
-        if self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
+        if not tied and self.is_chain and (not kept.any() or (np.diff(self._flat[0]) > 0).all()):
             operators, starts = self._flat
             done = np.zeros(len(self.cost.graph))
             done[operators] = np.cumsum(kept[operators])
@@ -198,10 +203,18 @@ class NestedSets:
             most -= self.sums(kept)
             return np.asarray(np.maximum(most, 0.0)[pairs.lower, pairs.upper])
         fullest = np.zeros(pairs.lower.shape)
+        users = [np.array(list(bits(mask))) for mask, _ in tied]
+        read = [pairs.difference(self._members[:, ops]) for ops in users]
         for op in np.flatnonzero(own + kept):
-            member = self._members[:, op]
-            inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
-            fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op])
+            inside = np.nonzero(pairs.difference(self._members[:, op]))
+            waiting, summed = np.zeros((2, len(inside[0])))
+            for ops, has, (_, nbytes) in zip(users, read, tied, strict=True):
+                if ops[0] <= op < ops[-1]:
+                    sides = (has[..., side].max(-1) for side in (ops <= op, ops > op))
+                    waits = np.minimum(*sides)[inside]  # for an operator here or before
+                    waiting += waits * float(nbytes)
+                    summed = np.maximum(summed, waits * float(nbytes * (op in ops)))
+            fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op] + waiting + summed)
         return fullest
 
     def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
@@ -275,7 +288,7 @@ class NestedSets:
 
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
-        """Whether a set makes a value, readers outside it: [set, value]; bytes: [value, column]."""
+        """Per set and value, whether the set makes it and its readers outside; bytes as columns."""
         values = [
             value
             for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)

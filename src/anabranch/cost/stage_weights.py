@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from anabranch.compiled import Floats
+from anabranch.graph.opgraph import bits
 
 Number = Any
 """A float, or a NumPy array of them."""
@@ -74,12 +76,7 @@ class Border:
 
     def __getitem__(self, places: Any) -> Border:
         """Borders of some stages."""
-        return Border(
-            self.entering[places],
-            self.leaving[places],
-            self.entering_gradients[places],
-            self.leaving_gradients[places],
-        )
+        return Border(*(getattr(self, kind.name)[places] for kind in fields(self)))
 
 
 def summed_bytes(trainable: Number, tables: Number, rows: Number) -> Number:
@@ -116,6 +113,12 @@ class Held(NamedTuple, Generic[Bytes]):
         """Bytes of gradients in a ring, see ``summed_bytes``."""
         summed: Bytes = summed_bytes(self.trainable, self.tables, self.rows)
         return summed
+
+    @property
+    def gradient(self) -> Bytes:
+        """Bytes of gradients of a batch."""
+        gradient: Bytes = self.trainable - self.tables + self.rows  # type: ignore[operator]
+        return gradient
 
     def of(self, places: Any) -> Held[Any]:
         """Bytes of some operators or sets."""
@@ -162,7 +165,8 @@ class StagePasses:
         k_i    bytes per sample that the operator keeps
         f_i    bytes that it keeps besides, whatever the number of samples
         w_i    bytes per sample that its forward or its backward takes besides, while it runs
-        g_i    bytes of the largest gradient of one of its parameters, before it is added
+        g_i    bytes of the largest gradient of one of its parameters, before it is added, and of
+               those of tied ones that wait (``waiting``)
 
         pass(i) = max(pass(i - 1) - k_i n - f_i,  g_i + w_i n)
 
@@ -183,6 +187,26 @@ class StagePasses:
             for own, nbytes in ((gradients, kept_fixed), (working, kept))
         )
         return StagePasses(fixed, per_sample)
+
+    @staticmethod
+    def waiting(mask: int, tied: Sequence[tuple[int, float]]) -> Floats:
+        """Return the bytes that gradients of tied parameters take in the backward of each operator
+        of a set, besides the gradient that it makes.
+
+        A gradient that a later operator has made waits for the first reader, and the sum of two is
+        a third tensor, of one parameter at a time.
+
+        Args:
+            tied: bit mask of the readers of each parameter, and bytes of its gradient.
+        """
+        waiting, summed = np.zeros((2, mask.bit_count()))
+        places = {op: i for i, op in enumerate(bits(mask))}
+        for users, nbytes in tied:
+            *read, last = [places[op] for op in bits(users & mask)] or [0]
+            if read:
+                waiting[read[0] : last] += nbytes
+                summed[read] = np.maximum(summed[read], nbytes)
+        return waiting + summed
 
     def at(self, samples: Number) -> Number:
         """Return the bytes for this many samples, or for each count of an array."""

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -101,9 +102,8 @@ class EmulatedPipeline:
         self._emulation.shared_links.clear(mesh.rank)
         if self._links is not None:
             self._links.begin()
-        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
         # Ranks come out of the meeting one after another; they begin together a little later.
-        latest = max(float(theirs) for theirs in mesh.all_gather(now))
+        latest = max(mesh.gather(time.perf_counter()))
         self._clock.start(latest + 2e-3 + 3e-4 * mesh.size, self.time_scale)
 
     def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
@@ -111,15 +111,15 @@ class EmulatedPipeline:
         mesh, clock = self._mesh, self._clock
         runtime_s = clock.charged_s / self._passes
         spent = [clock.now, end, clock.late_s, self._update_s, runtime_s]
-        everybody = torch.stack(mesh.all_gather(torch.tensor(spent, dtype=torch.float64)))
-        self.device_step_s, seconds, self.late_s, update_s, _ = everybody.amax(0).tolist()
-        self.runtime_s = float(everybody[:, -1].mean())
+        figures = [*zip(*mesh.gather(spent), strict=True)]
+        self.device_step_s, seconds, self.late_s, update_s, _ = map(max, figures)
+        self.runtime_s = statistics.fmean(figures[-1])
         # Updates begin together, when all ranks have agreed, and wait for nothing.
         self.device_step_s, seconds = self.device_step_s + update_s, seconds + update_s
         if record:
             start = clock.origin
             stop = start + seconds * clock.scale
-            timeline = gather_timeline(self._worker, outcome, mesh, start, stop)
+            timeline = gather_timeline(self._worker.clock, outcome, mesh, start, stop)
             self.timeline = _rescaled(timeline, clock.scale)
         return float(seconds)
 

@@ -121,7 +121,7 @@ def export(
                     known = [None if t is None or t.is_meta else t for _, t in inputs]
                     guards = tracing.without_raising_guards(checks, selections, known, asked)
                     stack.enter_context(guards)
-                    stack.enter_context(tracing.library_rules())
+                    stack.enter_context(tracing.library_rules(dynamic=dynamic))
                     stack.enter_context(tracing.NoGradDetached())
                 exported = torch.export.export(
                     module,

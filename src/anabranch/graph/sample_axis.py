@@ -47,6 +47,8 @@ _REORDER = operations.words(
 
 PAIRS = "it relates samples with each other"
 RAGGED = "its size depends on the data"
+APART = "a view takes its samples apart"
+MIXED = "its rows, as many as samples, have parts of several of them"
 UNORDERED = "its samples are folded in an unknown way"
 MADE = "it is made of their number alone, as torch.arange(2 * n) is"
 
@@ -134,7 +136,7 @@ def _viewed(
     stride = axis.inner * math.prod(before.shape[axis.dim + 1 :])
     step = math.prod(here.shape[dim + 1 :])
     if stride % step or (step * here.shape[dim]) % (stride * samples):
-        return SampleAxis(dim, trouble="a view takes its samples apart")
+        return SampleAxis(dim, trouble=MIXED if here.shape[dim] == samples else APART)
     return SampleAxis(dim, stride // step)
 
 

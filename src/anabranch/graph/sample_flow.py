@@ -50,6 +50,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, Statistic
 from anabranch.graph.sample_axis import (
+    MIXED,
     PAIRS,
     RAGGED,
     is_across,
@@ -183,7 +184,7 @@ class _Follower:
         """Return the flow of a value that slices can compute, given statistics, or None."""
         kinds = {flow.kind for flow in inputs}
         if (
-            axis.trouble == PAIRS
+            axis.trouble in (PAIRS, MIXED)
             or "coupled" in kinds
             or pairs_others(node, self.axes, self.program.samples)
         ):

@@ -273,6 +273,17 @@ def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values[mask if mask.shape == shape else mask.expand(shape)]
 
 
+def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """``bincount`` of classes that are counted; a batch with a larger entry fails at the view."""
+    counts = torch.ops.aten.bincount(input, weights, minlength)
+    return counts.view(minlength) if minlength > 1 else counts
+
+
+def _contiguous(tensor: Any, memory_format: Any = torch.contiguous_format) -> Any:
+    """``contiguous``, a call of what is so already too, as ``h0.expand(1, n, d)`` of one sample."""
+    return torch.ops.aten.contiguous(tensor, memory_format=memory_format)
+
+
 def _unless_moved(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """``Module.to`` and the like, without writes where all tensors have that device and type."""
 
@@ -340,11 +351,15 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 """Module, a name in it, and the module -> what the name stands for while a forward is traced."""
 
 
-def library_rules() -> contextlib.AbstractContextManager[None]:
-    """Inside, library code can be traced that says otherwise what it means."""
+def library_rules(*, dynamic: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Inside, library code can be traced that says otherwise what it means. A trace that is not
+    ``dynamic``, of one number of samples, has the calls of those of others.
+    """
     loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
     rules: list[tuple[Any, str, Any]] = [(owner, k, make(owner)) for owner, k, make in loaded]
-    rules += [(owner, "masked_select", _masked_select) for owner in (torch, torch.Tensor)]
+    for name, call in (("masked_select", _masked_select), ("bincount", _bincount)):
+        rules += [(owner, name, call) for owner in (torch, torch.Tensor)]
+    rules += [] if dynamic else [(torch.Tensor, "contiguous", _contiguous)]
     # transformers' own, which leaves no trace of a region that is disabled where none is around it.
     name = "maybe_autocast"
     if theirs := getattr(sys.modules.get("transformers.utils.generic"), name, None):

@@ -13,9 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from anabranch.compiled import compiled
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import Floats, Ints
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
@@ -100,31 +98,18 @@ def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Cut a row into ``count`` non-empty runs (start, stop) that minimise the longest one.
 
-    Time: O((n - count) * count).
+    Time: O(n^2 * count).
     """
     sums = np.array([*accumulate(seconds, initial=0.0)])
-    longest, starts = np.tile(sums, (count, 1)), np.zeros((count, len(sums)), dtype=np.int64)
-    _cut_evenly(sums, longest, starts)
+    spans = np.where(np.tri(len(sums), dtype=bool), np.inf, sums - sums[:, None])
+    # By where the runs so far end: seconds of the longest of them; per further run where it starts,
+    # of starts that are as good the last.
+    longest, starts = spans[0], []
+    for _ in range(count - 1):
+        slowest = np.maximum(longest[:, None], spans)
+        starts.append(len(sums) - 1 - slowest[::-1].argmin(axis=0))
+        longest = slowest.min(axis=0)
     stops = [len(seconds)]
-    for chosen in starts[:0:-1]:
+    for chosen in reversed(starts):
         stops.append(int(chosen[stops[-1]]))
     return [*pairwise([0, *reversed(stops)])]
-
-
-@compiled
-def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
-    """Fill tables [runs - 1, stop] for the first ``stop`` items of the row: seconds of the longest
-    run, and start of the last run.
-    """
-    for before in range(1, len(longest)):
-        # A later start makes the last run shorter and the others longer, so the best start comes
-        # no earlier for a later stop. Of starts that are as good the last.
-        start = before
-        for stop in range(before + 1, len(sums) - len(longest) + before + 1):
-            least = max(longest[before - 1, start], sums[stop] - sums[start])
-            for later in range(start + 1, stop):
-                slowest = max(longest[before - 1, later], sums[stop] - sums[later])
-                if slowest > least:
-                    break
-                start, least = later, slowest
-            starts[before, stop], longest[before, stop] = start, least

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.compiled import Floats
 from anabranch.graph.opgraph import OpGraph
 
 
@@ -146,13 +147,13 @@ class Profile:
                 raise ValueError(f"operator {op.name} has bytes below zero: {nbytes}")
 
     @cached_property
-    def seconds(self) -> NDArray[np.float64]:
+    def seconds(self) -> Floats:
         """Forward and backward seconds: [way, operator, sample count]."""
         ways = [[c.forward_s for c in self.costs], [c.backward_s for c in self.costs]]
         return np.array(ways, dtype=np.float64)
 
     @cached_property
-    def weight_seconds(self) -> NDArray[np.float64]:
+    def weight_seconds(self) -> Floats:
         """Seconds of backwards that gradients of weights take: [operator, sample count]."""
         return np.array([cost.second_half_s for cost in self.costs], dtype=np.float64)
 
@@ -197,6 +198,13 @@ def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> 
     """Bytes of every operator at a sample count that do not grow with the samples."""
     pairs = zip(few, per_sample, strict=True)
     return [max(0, nbytes - growing * samples) for nbytes, growing in pairs]
+
+
+def on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    """Seconds rounded so that sums of them, of the forward twice, are exact."""
+    exponent = math.frexp(2 * float(forward.sum()) + float(backward.sum()))[1]
+    unit = max(math.ldexp(1.0, exponent - 52), math.ulp(0.0))
+    return np.rint(forward / unit) * unit, np.rint(backward / unit) * unit
 
 
 def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:

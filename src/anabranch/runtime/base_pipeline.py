@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
-from anabranch.runtime import texts
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
@@ -103,18 +102,17 @@ class BasePipeline:
         """Result of the comparison of gradients with one process, once there was a step."""
         return self._session.first.verdict
 
-    def from_first(self, value: float) -> float:
-        """Return the number that the first rank has; all ranks call it together."""
+    def from_first(self, document: Any) -> Any:
+        """Return what the first rank has, as JSON; all ranks call it together."""
         with self.failing():
-            return float(texts.gather(value, self._mesh.all_gather_bytes)[0])
+            return self._mesh.gather(document)[0]
 
     def yardstick_s(self) -> tuple[float, ...]:
         """Return each rank's seconds of a fixed piece of work; all ranks call it together."""
         self._settle()
         with self.failing():
             self._mesh.barrier()
-            own = yardstick_s(self._session.place)
-            return tuple(texts.gather(own, self._mesh.all_gather_bytes))
+            return tuple(self._mesh.gather(yardstick_s(self._session.place)))
 
     def failing(self) -> AbstractContextManager[None]:
         """Context in which a failure here reaches the other ranks, and theirs are explained."""
@@ -165,6 +163,8 @@ class BasePipeline:
         Raises:
             TrainingError: if it could not be written.
         """
+        if self._session.checkpoints.is_open:
+            self._settle()
         self._session.checkpoints.finish()
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator
-from anabranch.runtime import texts
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -103,6 +102,11 @@ class Checkpointing:
                 self._mesh.barrier()
                 self._saving = None
         return saving
+
+    @property
+    def is_open(self) -> bool:
+        """True while the step of the checkpoint that is being written may turn out a bad one."""
+        return self._saving is not None and self._saving.is_open
 
     def check(self) -> None:
         """Raise what went wrong with the checkpoint that is being written."""
@@ -248,7 +252,7 @@ def move(
         progress: progress of training, the same on every rank.
     """
     listed = {key: [*entry, list(readers[key])] for key, entry in part.listed.items()}
-    documents = texts.gather({**part.description, "tensors": listed}, mesh.all_gather_bytes)
+    documents = mesh.gather({**part.description, "tensors": listed})
     everything = sorted(
         (key, owner, *entry)
         for owner, document in enumerate(documents)

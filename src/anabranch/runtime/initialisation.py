@@ -28,6 +28,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
@@ -74,13 +75,13 @@ def materialise(
         if not names_here:
             continue
         layer = module.get_submodule(path)
-        originals = {leaf: _registered(layer)[leaf] for leaf in names_here}
         with _real(layer) as filled:
             _initialise(module, path, seed)
-            for leaf, name in names_here.items():
-                if _is_blank(filled[leaf]):
-                    without.append(name)
-                made[id(originals[leaf])] = _like(originals[leaf], filled[leaf].detach().to(place))
+        for leaf, name in names_here.items():
+            if _is_blank(filled[leaf]):
+                without.append(name)
+            original = getattr(layer, leaf)
+            made[id(original)] = _like(original, filled[leaf].detach().to(place))
     for layer in module.modules():
         for table in (layer._parameters, layer._buffers):
             for leaf, tensor in table.items():
@@ -129,27 +130,15 @@ def _layers(module: nn.Module) -> Mapping[str, Mapping[str, str]]:
     return layers
 
 
-def _registered(layer: nn.Module) -> dict[str, Tensor]:
-    both = {**layer._parameters, **layer._buffers}
-    return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
-
-
 @contextmanager
 def _real(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside, what a layer has on the meta device is on the CPU, blank."""
-    before = {leaf: tensor for leaf, tensor in _registered(layer).items() if tensor.is_meta}
-    blank = {leaf: _like(tensor, _blank(tensor)) for leaf, tensor in before.items()}
-    _register(layer, blank)
-    try:
-        yield blank
-    finally:
-        _register(layer, before)
-
-
-def _register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for leaf, tensor in tensors.items():
-        table = layer._parameters if leaf in layer._parameters else layer._buffers
-        table[leaf] = tensor  # type: ignore[assignment]
+    """Inside, what a layer has on the meta device is on the CPU, blank; yields it, and afterwards
+    that has what the layer has made of it.
+    """
+    registered = {**layer._parameters, **layer._buffers}
+    real = {n: _like(t, _blank(t)) for n, t in registered.items() if t is not None and t.is_meta}
+    with _reparametrize_module(layer, real):
+        yield real
 
 
 def _like(original: Tensor, values: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
+from anabranch.runtime import texts
 from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.shared_failure import SharedFailure
@@ -99,7 +100,7 @@ class Mesh:
         self._sets = sorted(ranks for ranks in set(sets) if len(ranks) > 1)
         if self.size > 1:
             self._groups[_ALL] = self._new_group(self._everyone, "gloo")
-            self.backend = choose_backend(self.all_gather_bytes(nccl_digest(place)))
+            self.backend = choose_backend(self.gather_bytes(nccl_digest(place)))
             blocks = blocks_of(self._sets, self.size)
             for ranks in self._sets:
                 self._groups[ranks] = self._new_group(ranks, self.backend, blocks=blocks)
@@ -168,11 +169,11 @@ class Mesh:
         self, timeout: float
     ) -> tuple[HostTransport | None, ProcessGroupTransport | None]:
         """Return a transport to ranks of this host, and one to others, which the first uses."""
-        segment, peers = meet(self.rank, self.all_gather_bytes)
+        segment, peers = meet(self.rank, self.gather_bytes)
         host = None if segment is None else HostTransport(segment, peers, self._timeout)
         # A group is made by all ranks together, also by one that does not need it.
         lacks = len(peers) < self.size - 1
-        if not any(map(any, self.all_gather_bytes(bytes([lacks])))):
+        if not any(map(any, self.gather_bytes(bytes([lacks])))):
             return host, None
         remote = ProcessGroupTransport(new_group(self._everyone, timeout), timeout)
         if host is not None:
@@ -184,10 +185,14 @@ class Mesh:
         if self._sums is not None:
             self._sums.begin()
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather bytes, on all ranks of one length."""
-        gathered = self.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [tensor.numpy().tobytes() for tensor in gathered]
+    def gather(self, document: Any) -> list[Any]:
+        """Return what each rank has to say, as JSON has it; all ranks call it."""
+        return texts.gather(document, self.gather_bytes)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, of one length that is not 0."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self.start_all_gather(own).wait()]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -259,10 +264,6 @@ class Mesh:
         if own is tensor:
             return pending
         return Pending(tensor, finish=lambda: tensor.copy_(pending.wait()))
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which have one shape."""
-        return list(self.start_all_gather(tensor).wait().unbind(0))
 
     def barrier(self) -> None:
         """Wait for every rank."""

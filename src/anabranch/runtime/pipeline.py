@@ -34,7 +34,6 @@ from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import StepRecording
 from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.runtime.step_runner import StepRunner
-from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
 
@@ -200,7 +199,7 @@ class Pipeline(BasePipeline):
             )
         self._settle()
         self._steps.refuse_between("change of the plan")
-        session, metrics = self._session, self.metrics
+        session, steps = self._session, self._steps
         with session.failing():
             own = self._state.bytes_on(session.place)  # which will be free again
             missing = lack(plan, self._mesh, own, 0, session.place) if self._check_memory else ""
@@ -215,7 +214,7 @@ class Pipeline(BasePipeline):
                 check_memory=False,
                 predecessor=session,
             )
-        self._steps.metrics = metrics
+        self._steps.metrics, self._steps.late.begun = steps.metrics, steps.late.begun
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -253,13 +252,11 @@ class Pipeline(BasePipeline):
                 gauge = PeakMemory(place, self._updates.tensors, leaves.values())
                 with gauge.measuring():
                     loss = self._steps.step(leaves)
-                peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
-                self.peak_bytes = tuple(int(peak) for peak in peaks)
+                self.peak_bytes = tuple(self._mesh.gather(gauge.peak_bytes))
             else:
                 loss = self._steps.step(leaves)
             if recording is not None:
-                worker, _, outcome = self._steps.ran
-                self.timeline = recording.timeline(worker, outcome)
+                self.timeline = recording.timeline(self._steps.ran[2])
             POSITION.leave()
         self._count()
         return loss
@@ -285,24 +282,19 @@ class Pipeline(BasePipeline):
                 by gradients that are not finite; names stage, micro-batch and step.
             StageFailedError, DataError: see ``step``.
         """
-        before: StepTotals | None = None
+        first = self.step_number
         try:
             for batch in self._session.given(batches, self._steps.leave):
                 if self._steps.decides_together:
-                    if before is not None:  # the plan has changed meanwhile
-                        yield self._steps.read(before)
-                        before = None
+                    yield from self._steps.losses(first)  # if the plan has changed meanwhile
                     yield self.step(batch)
                     continue
                 leaves = self._session.leaves(batch)
                 with self._session.failing():
-                    totals = self._steps.step_alone(leaves)
+                    self._steps.step_alone(leaves)
                 self._count()
-                if before is not None:
-                    yield self._steps.read(before)
-                before = totals
-            if before is not None:
-                yield self._steps.read(before)
+                yield from self._steps.losses(first, self.step_number - 1)
+            yield from self._steps.losses(first)
         except (GeneratorExit, DataError):
             self._steps.leave()
             raise
@@ -360,7 +352,7 @@ class Pipeline(BasePipeline):
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
-        self._steps.settle(reads=wait)
+        self._steps.settle(reads=wait or self._session.checkpoints.is_open)
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         self._steps.then(lambda _: saving.confirm(), saving.give_up)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from anabranch.checkpoint.reading import SavedState
-from anabranch.errors import DataError, TrainingError
+from anabranch.errors import AnabranchError, DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
@@ -109,9 +109,8 @@ class Session:
             if check_memory:
                 assignment.require_memory(plan, mesh)
             self.transport = transport = mesh.transport(place, sorted({*channels(graph), *further}))
-            drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
-            mesh.broadcast(drawn, 0)
-            feed.seed, self._run_id = seed, run_id = [int(number) for number in drawn]
+            drawn = mesh.gather([torch.initial_seed() % SEEDS, secrets.randbits(62)])
+            feed.seed, self._run_id = seed, run_id = drawn[0]
             if predecessor is not None:
                 saved = predecessor.checkpoints.hand_over(holders)
                 predecessor.close()
@@ -272,6 +271,9 @@ class Session:
             raise
 
     def _fail(self, error: BaseException) -> None:
+        if not self.checkpoints.is_open:  # its step was a good one
+            with suppress(AnabranchError):
+                self.checkpoints.finish()
         self.mesh.failure.publish(error)
         self.abort()
 

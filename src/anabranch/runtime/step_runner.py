@@ -11,9 +11,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
-from anabranch.runtime.step_totals import StepTotals
+from anabranch.runtime.step_totals import LateTotals, StepTotals
 from anabranch.runtime.worker import Worker
 
 _ADVICE = "lower the learning rate, or set clip_norm"
@@ -47,8 +47,8 @@ class StepRunner:
         GPU         passes 1 | update 1 | passes 2        | update 2 ...
 
     Attributes:
-        metrics: of the step whose totals were read last; ``loss`` likewise, None before.
-        unread: totals of the last step, if nobody has read them.
+        metrics: of the step whose loss was returned last.
+        late: totals of steps that nobody waited for.
         is_first: whether no update was made yet.
         ran: worker, batch tensors and outcome of the last batch.
 
@@ -64,9 +64,8 @@ class StepRunner:
         self._workers, self._clip_norm = session.workers, clip_norm
         self.updates = Updates(session, accumulate=accumulate, exact=exact)
         self.metrics: dict[str, float] = {}
-        self.loss: float | None = None
+        self.late = LateTotals(session, partial(self._error, _AFTER))
         self.is_first = True
-        self.unread: StepTotals | None = None
         self._is_late = accelerator.has_streams(session.place)
         self._unresolved: tuple[Outcome, bool] | None = None  # and whether an update was made
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
@@ -81,7 +80,7 @@ class StepRunner:
         """Run one batch, wait for the totals of all ranks, then update; return the loss."""
         return self._agree(self._run(leaves))
 
-    def step_alone(self, leaves: dict[str, Tensor]) -> StepTotals:
+    def step_alone(self, leaves: dict[str, Tensor]) -> None:
         """Run one batch without waiting for ranks that hold other parameters."""
         self._session.refuse_spoilt()
         outcome = self._run(leaves)
@@ -89,9 +88,11 @@ class StepRunner:
         self.resolve()
         self._update_alone(outcome)
         self.updates.all_gather()
-        self.unread = self._totals(outcome, _AFTER, starts=not self._is_late)
+        self.late.give_out(self._number, leaves)
+        self.late.note(self._number, outcome)
+        if not self._is_late:
+            self.late.begin()
         POSITION.leave()
-        return self.unread
 
     def resolve(self) -> None:
         """Ask what came of the last update, if nobody has, and begin the totals of its step: on all
@@ -104,8 +105,7 @@ class StepRunner:
                 self.updates.drop()
             elif is_update:
                 self.updates.advance()
-        if self.unread is not None:
-            self.unread.start()
+        self.late.begin()
 
     def update_early(self) -> None:
         """Make an update of the batches since the last one, if there are any."""
@@ -168,10 +168,18 @@ class StepRunner:
         squares = 0.0 if overflow else sum(numbers[len(finite) :])
         if not math.isfinite(squares):
             self.updates.check(outcome)
-        totals = self._totals(outcome, _BEFORE, squares=squares, overflow=overflow)
+        totals = StepTotals(
+            self._session,
+            outcome,
+            partial(self._error, _BEFORE, self._number, self.ran[1], outcome),
+            number=self._number,
+            digest=self._session.batch_digest,
+            squares=squares,
+            overflow=overflow,
+        )
         totals.read()
         POSITION.begin(self._number, Phase.UPDATE)
-        self.metrics, self.loss = totals.metrics, totals.loss
+        self.metrics, self.late.newest = totals.metrics, totals
         if self.is_first and is_last:
             self.is_first = False
             self._state.warn_without_gradient()
@@ -186,52 +194,55 @@ class StepRunner:
 
     def _update_alone(self, outcome: Outcome) -> None:
         """Let the optimizer have the gradients, if what this rank knows is finite."""
-        is_update, may_guard = self.updates.is_last, self.updates.may_guard and not self._is_bad
-        norms = None
-        if may_guard:
-            norms = self.updates.apply_guarded(outcome)
+        is_update, is_late = self.updates.is_last, self._is_late and not self._is_bad
+        guards = is_late and self.updates.may_guard
+        if guards:
+            self.updates.apply_guarded(outcome)
         else:
             self.updates.check(outcome)
-        if self._is_late and not self._is_bad and (may_guard or not is_update):
+        if is_late and (guards or not is_update):
             self._unresolved = outcome, is_update
             return
         self._is_bad |= outcome.is_bad
         if self._is_bad:
             self.updates.drop()
-        elif norms is not None and not norms.overflowed:
-            self.updates.advance()
         else:
             self.updates.apply()
 
-    def _totals(self, outcome: Outcome, consequence: str, **figures: Any) -> StepTotals:
-        """Make the totals of a step, with further arguments of ``StepTotals``."""
-        (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
-        return StepTotals(
-            self._mesh,
-            outcome,
-            self._session.captured.metrics,
-            lambda: trace.error(trace.findings(outcome), leaves, when, consequence, _ADVICE),
-            digest=self._session.batch_digest,
-            **figures,
-        )
+    def _error(
+        self, consequence: str, number: int, leaves: Mapping[str, Tensor], outcome: Outcome
+    ) -> NonFiniteError:
+        """Return the error of a bad step, the same on every rank."""
+        trace, when = self._session.trace, f"step {number}"
+        return trace.error(trace.findings(outcome), leaves, when, consequence, _ADVICE)
 
     # Totals that are read a step later
 
-    def read(self, totals: StepTotals) -> float:
-        """Wait for the totals of a step alone; return its loss."""
+    def losses(self, first: int, before: int | None = None) -> Iterator[float]:
+        """Generate losses of steps alone from one step up to another, by default all that are left;
+        see ``LateTotals``.
+        """
+        if before is None:
+            self._wait(self.resolve)
+        yield from self.late.losses(first, math.inf if before is None else before, self._read)
+
+    def _read(self, totals: StepTotals) -> float:
+        self._wait(totals.read)
+        self.metrics = totals.metrics
+        return totals.loss
+
+    def _wait(self, read: Callable[[], None]) -> None:
+        """Wait for steps alone, or their totals; behind bad ones nothing counts."""
         with self._session.failing():
             try:
                 with POSITION.doing(Phase.TOTALS):
-                    if totals is self.unread:
-                        self.resolve()
-                    totals.read()
+                    read()
             except NonFiniteError:
-                self.unread, self._unresolved, self._is_bad = None, None, False
+                self.late.clear()
+                self._unresolved, self._is_bad = None, False
                 self._session.is_spoilt = self._mesh.size > 1
                 self.updates.drop()
                 raise
-        self.metrics, self.loss = totals.metrics, totals.loss
-        return totals.loss
 
     def settle(self, *, reads: bool = True) -> None:
         """Make all of the last step, and find out whether it was a good one.
@@ -242,18 +253,17 @@ class StepRunner:
         with self._session.failing():
             self._session.refuse_spoilt()
             self.resolve()  # the scheduler may be behind
-            if reads and (unread := self.unread) is not None:
-                self.unread = None
-                self.read(unread)
+        if reads:
+            self._wait(self.late.settle)
 
     def then(self, good: Callable[[float | None], None], bad: Callable[[], None]) -> None:
         """Call one of two when it is known whether the last step was a good one; the first with its
         loss, None if there was no step.
         """
-        if (unread := self.unread) is None:
-            good(self.loss)
+        if (newest := self.late.newest) is None:
+            good(None)
         else:
-            unread.then(lambda: good(unread.loss), bad)
+            newest.then(lambda: good(newest.loss), bad)
 
     def leave(self) -> None:
         """End a loop; the others need this rank's messages and its share of the last totals."""
@@ -261,8 +271,7 @@ class StepRunner:
             self._session.transport.flush()
         with suppress(TrainingError):  # whoever goes on hears of it
             self.resolve()
-            if self.unread is not None:
-                self.unread.read()
+            self.late.settle()
 
     def refuse_between(self, action: str) -> None:
         """Raise a TrainingError where batches wait for their update."""

@@ -22,7 +22,7 @@ def gather(document: Any, by: Callable[[bytes], list[bytes]] | None = None) -> l
     """Return the documents of all ranks; all ranks call it.
 
     Args:
-        by: gathers bytes of one length, as ``Mesh.all_gather_bytes`` where there is a mesh.
+        by: gathers bytes of one length, as those of ``Mesh``; by default in the user's group.
     """
     if not dist.is_initialized():
         return [document]
@@ -30,12 +30,6 @@ def gather(document: Any, by: Callable[[bytes], list[bytes]] | None = None) -> l
     sizes = [int.from_bytes(size, "big") for size in by(len(data).to_bytes(8, "big"))]
     gathered = by(data.ljust(max(sizes)))
     return [json.loads(padded[:size]) for padded, size in zip(gathered, sizes, strict=True)]
-
-
-def from_first(document: Any) -> Any:
-    """Return the document of the first rank, on every rank."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return gather(document if is_first else None)[0]
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

@@ -228,11 +228,7 @@ def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
 
 
 class BatchRun:
-    """One batch on its way through a device: its random numbers, activations and receives.
-
-    Attributes:
-        actions: those done so far; ``outcome.times`` has when each began and ended.
-    """
+    """One batch on its way through a device: its random numbers, activations and receives."""
 
     def __init__(
         self,
@@ -245,7 +241,7 @@ class BatchRun:
         *,
         train: bool,
     ) -> None:
-        self.number, self.leaves, self.actions = number, leaves, list[Action]()
+        self.number = number
         self.outcome = compute.begin(leaves, number, train=train)
         self.compute, self.transport, self.place = compute, worker.transport, worker.place
         self.clock = worker.clock
@@ -270,8 +266,7 @@ class BatchRun:
             POSITION.enter(self.number, task.action)
             start = mark()
             task.do(self, task)
-            times.append((start, mark()))
-            self.actions.append(task.action)
+            times.append((task.action, (start, mark())))
 
     def post(self, tasks: Sequence[_Task]) -> None:
         for task in tasks:

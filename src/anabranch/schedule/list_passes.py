@@ -22,7 +22,7 @@ from anabranch.schedule.list_scheduler import (
     ListState,
     run,
 )
-from anabranch.schedule.schedule import Action, Kind, Order, computes_of
+from anabranch.schedule.schedule import Kind, Order
 
 SECONDS = 3.0
 """Seconds of a sample at the slowest stage: 1 s of them are its forward, by default."""
@@ -74,6 +74,7 @@ class ListPasses:
         self._number = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
         which = np.repeat(np.arange(counts.size), counts.ravel())
         self._stage, self._kind = np.divmod(which, 3)
+        self._is_whole = (self._kind == GRADIENT) & (self._is_first[self._stage] == 1)
         self._microbatch = np.arange(len(which)) - self._number.ravel()[which]
         self._first = self._microbatch * self._size[self._stage]
         self._stop = np.minimum(self._first + self._size[self._stage], graph.batch_size)
@@ -146,8 +147,7 @@ class ListPasses:
 
     def seconds(self, lengths: Lengths) -> Floats:
         """Return the length of each pass."""
-        is_whole = (self._kind == GRADIENT) & (self._is_first[self._stage] == 1)
-        kind = np.where(is_whole, 3, self._kind)
+        kind = np.where(self._is_whole, 3, self._kind)
         seconds: Floats = (self._stop - self._first) * np.array(lengths)[self._stage, kind]
         return seconds
 
@@ -160,15 +160,12 @@ class ListPasses:
 
     def orders(self, schedule: ScheduledList) -> dict[int, Order]:
         """Return the passes of each device; those with the same stages share one object."""
-        actions: list[Action] = []
-        for s, count in enumerate(self._count.tolist()):
-            backwards = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-            for kind in (Kind.FORWARD, *((Kind.BACKWARD,) if self._is_first[s] else backwards)):
-                actions += computes_of(s, kind, count)
-        order, stage = schedule.order, self._stage[schedule.order]
+        kinds = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+        kind = np.array([kind.number for kind in kinds])[self._kind]
+        kind[self._is_whole] = Kind.BACKWARD.number
+        columns = np.array([self._stage, kind, self._microbatch])[:, schedule.order]
         orders = {
-            stages: Order(actions[number] for number in order[np.isin(stage, stages)].tolist())
-            for stages in self._lanes
+            stages: Order.of(*columns[:, np.isin(columns[0], stages)]) for stages in self._lanes
         }
         return {device: orders[stages] for device, stages in self.graph.stages_of.items()}
 

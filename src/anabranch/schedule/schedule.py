@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from anabranch.errors import InvalidScheduleError
@@ -131,6 +132,17 @@ def computes_of(stage: int, kind: Kind, count: int) -> tuple[Action, ...]:
 class Order(tuple[Action, ...]):
     """The actions of a device, with cached indices of them; many schedules share one order."""
 
+    @classmethod
+    def of(cls, stages: Ints, kinds: Ints, microbatches: Ints) -> Order:
+        """Return the computes with these ``columns``."""
+        names, count = [*Kind], 1 + int(microbatches.max(initial=-1))
+        numbers = (stages * len(names) + kinds).tolist()
+        ways = {n: divmod(n, len(names)) for n in {*numbers}}
+        computes = {n: computes_of(s, names[kind], count) for n, (s, kind) in ways.items()}
+        order = cls([computes[n][m] for n, m in zip(numbers, microbatches.tolist(), strict=True)])
+        order.columns = stages, kinds, microbatches
+        return order
+
     @cached_property
     def is_lowered(self) -> bool:
         """True if the order has sends and receives."""
@@ -163,18 +175,14 @@ class Order(tuple[Action, ...]):
 
     @remembered
     def _split(self, stages: frozenset[int]) -> Order:
-        count = 1 + max((action.microbatch for action in self), default=-1)
-        gradients, weights = (
-            {s: computes_of(s, kind, count) for s in stages}
-            for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-        )
-        halves: list[Action] = []
-        for action in self:
-            if action.kind is Kind.BACKWARD and (s := action.stage) in stages:
-                halves += gradients[s][action.microbatch], weights[s][action.microbatch]
-            else:
-                halves.append(action)
-        return Order(halves)
+        import numpy as np
+
+        stage, kind, microbatch = self.columns
+        is_split = (kind == Kind.BACKWARD.number) & np.isin(stage, [*stages])
+        at = np.repeat(np.arange(len(self)), 1 + is_split)
+        kind, second = kind[at], 1 + np.flatnonzero(at[1:] == at[:-1])
+        kind[second - 1], kind[second] = Kind.INPUT_GRADIENT.number, Kind.WEIGHT_GRADIENT.number
+        return Order.of(stage[at], kind, microbatch[at])
 
     @remembered
     def last_backwards(self, per_update: int = 0) -> Mapping[int, int]:
@@ -183,11 +191,14 @@ class Order(tuple[Action, ...]):
         Args:
             per_update: micro-batches per update; 0 for a single update.
         """
+        import numpy as np
+
         stage, kind, microbatch = self.columns
         ends = _where(kind, [kind for kind in Kind if kind.ends_backward])
         update = microbatch[ends] // per_update if per_update else 0 * ends
-        last = [int(ends[at[-1]]) for at in _alike(stage[ends], update)]
-        return {at: int(stage[at]) for at in last}
+        last = np.full((1 + update.max(initial=0), 1 + stage.max(initial=0)), -1)
+        last[update, stage[ends]] = ends  # of several, NumPy keeps the one that comes last
+        return {at: int(stage[at]) for at in last[last >= 0].tolist()}
 
     @remembered
     def computes(self, per_update: int = 0) -> list[tuple[Action, bool, Ints]]:
@@ -215,7 +226,9 @@ def _where(kinds: Ints, some: Iterable[Kind]) -> Ints:
     """Return the positions of actions of some kinds."""
     import numpy as np
 
-    return np.flatnonzero(np.isin(kinds, [kind.number for kind in some]))
+    is_wanted = np.zeros(len(Kind), np.bool_)
+    is_wanted[[kind.number for kind in some]] = True
+    return np.flatnonzero(is_wanted[kinds])
 
 
 def _alike(*columns: Ints) -> list[Ints]:
@@ -226,8 +239,9 @@ def _alike(*columns: Ints) -> list[Ints]:
     for column in columns:
         keys = keys * (1 + int(column.max(initial=0))) + column
     order = np.argsort(keys, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
-    return sorted(parts, key=lambda part: int(part[0])) if len(order) else []
+    ends = np.flatnonzero(np.diff(keys[order], append=-1)) + 1  # np.split takes far longer
+    parts = [order[start:stop] for start, stop in pairwise([0, *ends.tolist()])]
+    return sorted(parts, key=lambda part: int(part[0]))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
@@ -134,7 +134,8 @@ class ShortestStep:
         """Return a lower bound of the seconds under any schedule; an error if a stage has no price.
         A bound above ``enough`` is not made any tighter.
         """
-        return _least_s(costs, enough, not SPLIT_BACKWARDS.isdisjoint(self.schedules))
+        split = not SPLIT_BACKWARDS.isdisjoint(self.schedules)
+        return least_step_s(costs.graph, costs, enough, split=split)
 
     def measure(self, candidate: ScheduledProposal) -> tuple[float, int]:
         """Return the seconds, and the micro-batches times devices that were simulated for them.
@@ -152,11 +153,6 @@ class ShortestStep:
         """
         in_flight = sum(stage.in_flight for stage in candidate.graph.stages)
         return candidate.num_recomputing, candidate.peak_bytes, in_flight
-
-
-@remembered
-def _least_s(costs: ModelCosts, enough: float, split: bool) -> float:
-    return least_step_s(costs.graph, costs, enough, split=split)
 
 
 @dataclass(frozen=True)
@@ -267,6 +263,53 @@ def _work(graph: StageGraph) -> int:
     )
 
 
+class _StageSeconds(NamedTuple):
+    """Seconds of a stage in a step: of its busiest replica, or of the replica with least to do.
+
+    Attributes:
+        busy: seconds of all passes, on the busiest replica.
+        returned: seconds of its passes until the last gradients of inputs are there.
+        fewest_busy: ``busy`` of the replica with least to do, for devices with several stages.
+        fewest_returned: ``returned`` of the replica with least to do.
+        first: seconds of a forward of the smallest slice. This and the next two are of the smallest
+            slice, as the bound must not assume which slice a neighbour waits for.
+        last: seconds of the gradients of inputs.
+        rest: seconds of the gradients of weights behind them.
+        samples: sizes of the slices of the last micro-batch.
+    """
+
+    busy: float
+    returned: float
+    fewest_busy: float
+    fewest_returned: float
+    first: float
+    last: float
+    rest: float
+    samples: set[int]
+
+
+@remembered
+def _stage_seconds(costs: StepCosts, graph: StageGraph, split: bool) -> list[_StageSeconds]:
+    """Return the seconds of all stages, for split backwards or whole ones."""
+    result: list[_StageSeconds] = []
+    for s, stage in enumerate(graph.stages):
+        final = graph.num_microbatches(s) - 1
+        cut = (split_evenly(*graph.interval(s, i), stage.replicas) for i in (0, final))
+        slices = {(b - a, d - c) for (a, b), (c, d) in zip(*cut, strict=True)}
+        seconds = {n: costs.compute_s(s, n) for pair in slices for n in pair}
+        half = Kind.INPUT_GRADIENT if split and graph.predecessors[s] else Kind.BACKWARD
+        back = {n: costs.pass_s(s, half, n) for n in seconds}
+        busy = [final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices]
+        ways = {n: seconds[n][0] + back[n] for n in seconds}
+        returned = [final * ways[n] + ways[z] for n, z in slices]
+        each = [(seconds[n][0], back[n], seconds[n][1] - back[n]) for n in seconds if n]
+        most, least = (max(busy), max(returned)), (min(busy), min(returned))
+        first, last, rest = map(min, zip(*each, strict=True))
+        samples = {z for _, z in slices}
+        result.append(_StageSeconds(*most, *least, first, last, rest, samples))
+    return result
+
+
 def least_step_s(
     graph: StageGraph, costs: StepCosts, enough: float = math.inf, *, split: bool = False
 ) -> float:
@@ -279,47 +322,23 @@ def least_step_s(
     meanwhile, except in stages without predecessors. Messages are left out, and all-reduces, which
     take longest to price, where the bound is more than ``enough`` without.
     """
-    count = len(graph)
-    busy, first = [0.0] * count, [0.0] * count
-    # Seconds until the last gradients of inputs end, of the last of these alone, and of the
-    # gradients of weights behind it.
-    returned, last, rest = [0.0] * count, [0.0] * count, [0.0] * count
-    # ``busy`` and ``returned`` of the replica that has least to do, for devices with several stages
-    fewest_busy, fewest_returned = [0.0] * count, [0.0] * count
-    sizes: list[set[int]] = []
-    for s, stage in enumerate(graph.stages):
-        final = graph.num_microbatches(s) - 1
-        cut = (split_evenly(*graph.interval(s, i), stage.replicas) for i in (0, final))
-        slices = {(b - a, d - c) for (a, b), (c, d) in zip(*cut, strict=True)}
-        seconds = {n: costs.compute_s(s, n) for pair in slices for n in pair}
-        busy[s] = max(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
-        half = Kind.INPUT_GRADIENT if split and graph.predecessors[s] else Kind.BACKWARD
-        back = {n: costs.pass_s(s, half, n) for n in seconds}
-        ways = {n: seconds[n][0] + back[n] for n in seconds}
-        returned[s] = max(final * ways[n] + ways[z] for n, z in slices)
-        fewest_busy[s] = min(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
-        fewest_returned[s] = min(final * ways[n] + ways[z] for n, z in slices)
-        # The bound must not assume which of several slices a neighbour waits for.
-        first[s] = min(seconds[n][0] for n in seconds if n)
-        last[s] = min(back[n] for n in seconds if n)
-        rest[s] = min(seconds[n][1] - back[n] for n in seconds if n)
-        sizes.append({z for _, z in slices})
-
+    count, stages = len(graph), _stage_seconds(costs, graph, split)
     together = {stages for stages in graph.stages_of.values() if len(stages) > 1}
 
     def longest(behind: Sequence[float]) -> float:
         head, tail = [0.0] * count, [0.0] * count
         for x, y in graph.edges:
+            stage = stages[x]
             if costs.message_edges.goes_forward((x, y)):
-                head[y] = max(head[y], head[x] + first[x])
+                head[y] = max(head[y], head[x] + stage.first)
             if costs.message_edges.comes_back((x, y)):
-                tail[y] = max(tail[y], last[x] + max(rest[x] + behind[x], tail[x]))
-        ends = zip(head, busy, behind, returned, tail, strict=True)
-        longest_s = max(h + max(b + after, r + t) for h, b, after, r, t in ends)
-        for stages in together:
-            both = (fewest_busy, behind), (fewest_returned, tail)
-            left = (sum(map(b.__getitem__, stages)) + min(a[s] for s in stages) for b, a in both)
-            longest_s = max(longest_s, min(head[s] for s in stages) + max(left))
+                tail[y] = max(tail[y], stage.last + max(stage.rest + behind[x], tail[x]))
+        ends = zip(head, stages, behind, tail, strict=True)
+        longest_s = max(h + max(s.busy + after, s.returned + t) for h, s, after, t in ends)
+        for held in together:
+            busy = sum(stages[s].fewest_busy for s in held) + min(behind[s] for s in held)
+            returned = sum(stages[s].fewest_returned for s in held) + min(tail[s] for s in held)
+            longest_s = max(longest_s, min(head[s] for s in held) + max(busy, returned))
         return longest_s
 
     behind = [costs.update_s(s) for s in range(count)]
@@ -330,6 +349,6 @@ def least_step_s(
         for s in work.stages:
             works[s].append(work)
     for s in works:
-        behind[s] += max(least_sum_s(costs, work, s, sizes[s]) for work in works[s])
+        behind[s] += max(least_sum_s(costs, work, s, stages[s].samples) for work in works[s])
         behind[s] += max(work.gather_s for work in works[s])
     return longest(behind)

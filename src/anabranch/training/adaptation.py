@@ -19,7 +19,6 @@ from anabranch.errors import AnabranchError, InfeasiblePlanError
 from anabranch.files import plan_from_dict, plan_to_dict
 from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS
-from anabranch.runtime import texts
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.solve.replanning import Measured, Replanner
 from anabranch.solve.settings import SETTINGS
@@ -99,7 +98,7 @@ class Adaptation:
                     chosen, why = self._decide(replanner, measured)
             document = None if chosen is None else plan_to_dict(chosen)
             decision = [document, why, self._is_over]
-            document, why, self._is_over = texts.from_first(decision)
+            document, why, self._is_over = pipe.from_first(decision)
         if document is not None:
             self._change(chosen or plan_from_dict(document), why)
 

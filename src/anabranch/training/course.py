@@ -61,7 +61,7 @@ class Course(Generic[_Pipe]):
         if steps is None and epochs is None:
             raise ValueError("give a number of steps or of epochs")
         require_evaluation(workload, evaluate_every, steps)
-        self._workload, self._epochs, self._evaluate_every = workload, epochs, evaluate_every
+        self._workload, self._evaluate_every = workload, evaluate_every
         self._evaluates_alone, self._on_trained = steps == 0, on_trained
         self._resume = None if resume is None else Path(resume)
         self._folder = None if save is None else Path(save)
@@ -206,7 +206,7 @@ class Course(Generic[_Pipe]):
 
     def _is_there(self, folder: Path) -> bool:
         """Return True if a checkpoint is from before the failure after which steps are repeated."""
-        return self._goes_on and bool(self.pipe.from_first(float(folder.exists())))
+        return self._goes_on and bool(self.pipe.from_first(folder.exists()))
 
     def _finish(self) -> None:
         self.pipe.finish_saving()

@@ -22,6 +22,7 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan
 from anabranch.workload import NamedParameters, Workload
+from tests.runtime.host_waits import late_device
 from tests.runtime.small import (
     Batch,
     batch,
@@ -44,6 +45,8 @@ from tests.runtime.training import (
     trained,
     trained_each,
 )
+
+__all__ = ["late_device"]  # a fixture
 
 pytestmark = pytest.mark.dist
 
@@ -403,10 +406,15 @@ def test_gradients_of_one_batch_update_nothing() -> None:
     assert run(model, plan(model, 2), work, exact=True, accumulate=2) == [True] * 2
 
 
-def test_a_fused_optimizer_does_nothing_with_bad_gradients() -> None:
-    """In ``steps`` it has them before the host knows; parameters, moments, the count of updates and
-    the learning rate are those of the step before.
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_fused_optimizer_does_nothing_with_bad_gradients(
+    is_late: bool, request: pytest.FixtureRequest
+) -> None:
+    """On a device that runs beside the host it has them, in ``steps``, before the host knows;
+    parameters, moments, the count of updates and the learning rate are those of the step before.
     """
+    if is_late:
+        request.getfixturevalue("late_device")
     model = built("TwoBranch")
     workload = with_options(model, scheduler=halving)
     pipeline = Pipeline(workload, plan(model, 1), check_gradients=False)

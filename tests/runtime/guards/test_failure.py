@@ -53,6 +53,17 @@ def test_the_operation_that_raises_is_named() -> None:
         run_stages(stages, (batch[0], batch[1] + 1))
 
 
+def test_an_update_inside_the_backward_is_named() -> None:
+    """Torch tells that a variable was modified, not by whom."""
+    weight = torch.ones(2, requires_grad=True)
+    loss, other = [(weight.square() * x).sum() for x in (1.0, 2.0)]
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loss.backward()
+    with pytest.raises(StageFailedError, match="leave it out, the optimizer of the"), located(0):
+        other.backward()
+
+
 def test_our_own_errors_pass() -> None:
     with pytest.raises(NonFiniteError, match=r"^as it is$"), located(0):
         raise NonFiniteError("as it is")

@@ -64,7 +64,7 @@ def test_the_actions_of_a_worker_are_as_long_as_on_the_device() -> None:
     waited = gpu.waited
     outcome = worker.run(batch(4), 0)
     assert gpu.waited == waited  # to mark is not to wait
-    seconds = worker.clock.seconds([mark for pair in outcome.times for mark in pair])
+    seconds = worker.clock.seconds([mark for _, pair in outcome.times for mark in pair])
     lengths = [end - start for start, end in zip(seconds[::2], seconds[1::2], strict=True)]
     assert lengths == pytest.approx([10.0] * 4)
 

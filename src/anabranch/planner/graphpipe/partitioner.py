@@ -276,14 +276,17 @@ class _BoundedSearch:
 
 def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
     """Lines 43 to 46: devices are split; the stage before both holds what either asks for."""
-    least, chosen = np.full_like(a.least, NEVER), np.zeros_like(a.least)
-    _share_devices(a.least, b.least, least, chosen)
+    # max(a[x, d1], b[x, d - d1]): [x, d, d1]; b has no strategy for less than no devices.
+    number = np.arange(a.least.shape[1])
+    rest = np.concatenate([b.least, np.full_like(b.least, NEVER)], axis=1)
+    either = np.maximum(a.least[:, None], rest[:, np.subtract.outer(number, number)])
+    chosen = either.argmin(axis=2)
 
     def stages(x: int, d: int) -> list[PlannedStage]:
         d1 = int(chosen[x, d])
         return [*a.stages(x, d1), *b.stages(x, d - d1)]
 
-    return Strategies(least, stages)
+    return Strategies(either.min(axis=2), stages)
 
 
 @compiled
@@ -315,19 +318,6 @@ def _hold_fewest(
                         if samples < held[x, d] and samples <= room[x, k, start, stop]:
                             held[x, d] = samples
                             chosen[x, d] = stop * modes + k
-
-
-@compiled
-def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
-    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
-    for x in range(a.shape[0]):
-        for d1 in range(a.shape[1]):
-            if a[x, d1] < NEVER:
-                for d2 in range(a.shape[1] - d1):
-                    larger = max(a[x, d1], b[x, d2])
-                    if larger < least[x, d1 + d2]:
-                        least[x, d1 + d2] = larger
-                        chosen[x, d1 + d2] = d1
 
 
 @compiled

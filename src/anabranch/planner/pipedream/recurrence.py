@@ -16,6 +16,7 @@ it is known. With e stages behind the first one of those that are left::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,8 @@ def solve_in_memory(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | N
         for m in filter(terms.allowed, range(1, total + 1)):
             stage = np.maximum(terms.compute_s(m), terms.reduce_s(0, 1, m))
             stage[terms.headroom(m) < behind] = np.inf
-            budget.spend(_prepend(stage, after, m, best, choice))
+            budget.spend(comb(last + 1, 2) * (total + 1 - m))
+            _prepend(stage, after, m, best, choice)
         after = np.maximum(best, cut)
         periods.append(best[0, total])
         choices.append(choice)
@@ -93,10 +95,10 @@ class _Recurrence:
         stage = np.stack([self._stage(level, copies, m) for m in range(1, size + 1)])
         # At the last level a pipeline starts with the model.
         starts = 1 if copies * self.terms.component(level) == self.terms.devices else len(cut)
-        best = stage[:, :starts].copy()
-        reach = len(cut) - np.argmax(stage[:, :, ::-1] < np.inf, axis=2)
-        left = self.budget.limit - self.budget.spent
-        self.budget.spend(_join(stage, cut, reach, best, left))
+        best, nested = stage[:, :starts].copy(), self.terms.states.nested
+        splits = int(nested[:starts].sum(axis=0) @ nested.sum(axis=1))
+        self.budget.spend(comb(size, 2) * splits)
+        _join(stage, cut, best)
         return LevelTable(cut, stage, best)
 
     def _stage(self, level: int, copies: int, m: int) -> Matrix:
@@ -149,48 +151,28 @@ class LevelTable(NamedTuple):
 
 
 @compiled
-def _join(
-    stage: NDArray[np.float64],
-    cut: NDArray[np.float64],
-    reach: NDArray[np.int64],
-    best: NDArray[np.float64],
-    most: float,
-) -> int:
-    """Lower A, initially T, to the best of all cuts; return the steps taken, at most ``most``.
-
-    Args:
-        reach: [component, state] end of the states that a part starting there can reach.
-    """
-    steps, (components, starts, states) = 0, best.shape
+def _join(stage: NDArray[np.float64], cut: NDArray[np.float64], best: NDArray[np.float64]) -> None:
+    """Lower A, initially T, to the best of all cuts."""
+    components, starts, states = best.shape
     for m in range(1, components):
         for n in range(m):
             for u in range(starts):
                 for s in range(u + 1, states - 1):
                     first = max(best[m - n - 1, u, s], cut[s])
                     if first < np.inf:
-                        steps += reach[n, s] - s
-                        for v in range(s + 1, reach[n, s]):
+                        for v in range(s + 1, states):
                             best[m, u, v] = min(best[m, u, v], max(first, stage[n, s, v]))
-                if steps > most:
-                    return steps
-    return steps
 
 
 @compiled
-def _prepend(stage: Matrix, after: Matrix, m: int, best: Matrix, choice: NDArray[np.int64]) -> int:
-    """Prepend a stage on m devices: update ``best`` and its ``choice`` of m and s, [u, devices].
-
-    Returns:
-        Number of steps.
-    """
-    steps, (states, counts) = 0, best.shape
+def _prepend(stage: Matrix, after: Matrix, m: int, best: Matrix, choice: NDArray[np.int64]) -> None:
+    """Prepend a stage on m devices: update ``best`` and its ``choice`` of m and s, [u, devices]."""
+    states, counts = best.shape
     for u in range(states):
         for s in range(u + 1, states):
             if stage[u, s] < np.inf:
-                steps += counts - m
                 for devices in range(m, counts):
                     longest = max(stage[u, s], after[s, devices - m])
                     if longest < best[u, devices]:
                         best[u, devices] = longest
                         choice[u, devices] = m * states + s
-    return steps

@@ -148,13 +148,11 @@ def least(
     # Without a bound, three rising ones are tried from near the floor.
     first = 2 * stages.floor_s
     for bound in (first, 4 * first, math.inf) if bound_s is None else (bound_s,):
-        near = stages.possible(space.pairs, space.traffic, bound)
-        pairs = space.pairs[near]
-        devices = stages.fewest_devices(pairs, space.traffic[near], bound)
-        room, _ = search.room(pairs.lower, pairs.upper, devices)
+        devices = stages.fewest_devices(space, bound)
+        room, _ = search.room(space.pairs.lower, space.pairs.upper, devices)
         kept = room >= devices
         if kept.any():
-            options = stages.options(pairs[kept], room[kept], bound)
+            options = stages.options(space.pairs[kept], room[kept], bound)
             plans = search.least(options, bound, exact=exact)
             if plans:
                 return plans

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
-from anabranch.cost.stage_weights import Border, StageWeights, Traffic
+from anabranch.cost.stage_weights import StageWeights
 from anabranch.planner.piper.search import NEVER, OPTION, StageOptions, joined
 from anabranch.planner.toolkit.downsets import nested_pairs
 from anabranch.planner.toolkit.prices import ROUNDING, UNBOUNDED, MicrobatchPrices, Mode
@@ -76,61 +76,17 @@ class DownsetPrices:
             for replicas in prices.degrees
         }
 
-    def _least_bytes(self, replicas: int) -> Floats:
-        """Per downset; the difference of two is at most what the stage between them needs."""
-        border = Border(*(Traffic(0.0, 0.0),) * 4)
-        downsets = self.downsets
-        weights = StageWeights(
-            downsets.parameter_bytes,
-            downsets.kept_bytes,
-            border,
-            kept_fixed=downsets.kept_fixed_bytes,
-        )
-        memory = self.prices.cost.memory(weights, self.prices.microbatch_size, replicas)
-        return np.asarray(memory.peak(1))
-
-    def possible(
-        self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
-    ) -> NDArray[np.int64]:
-        """Indices of the pairs whose stage may be within a bound, however it runs."""
-        floor = self.downsets.sums(np.min(list(self._least_s.values()), axis=0))
-        crossing = min(
-            self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
-            for replicas in self.prices.degrees
-        )
-        places = []
-        for start in range(0, len(pairs), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            least = pairs[some].difference(floor) + traffic[some] * crossing
-            places.append(start + np.flatnonzero(least <= bound_s * ROUNDING))
-        return np.concatenate(places)
-
-    def fewest_devices(self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float) -> Ints:
-        """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.
-
-        Args:
-            traffic: bytes per sample that cross the border of each stage, rounded downwards.
-        """
-        result = np.full(len(pairs), NEVER, dtype=np.int32)
+    def fewest_devices(self, space: DownsetPairs, bound_s: float) -> Ints:
+        """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do."""
+        result = np.full(len(space.pairs), NEVER, dtype=np.int32)
         for replicas in reversed(self.prices.degrees):
-            for start in range(0, len(pairs), _AT_ONCE):
+            least = self.downsets.sums(self._least_s[replicas])
+            crossing = self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
+            for start in range(0, len(result), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
-                enough = self._within(replicas, pairs[some], traffic[some], bound_s)
-                result[some][enough] = replicas
+                load = space.pairs[some].difference(least) + space.traffic[some] * crossing
+                result[some][load <= bound_s * ROUNDING] = replicas
         return result
-
-    def _within(
-        self, replicas: int, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
-    ) -> NDArray[np.bool_]:
-        """Mask of the stages that may be within a bound on the load and in memory."""
-        nbytes = self._least_bytes(replicas)
-        crossing = self.prices.cost.border_price(replicas) * self.prices.samples(replicas)
-        least = pairs.difference(self.downsets.sums(self._least_s[replicas])) + traffic * crossing
-        enough = least <= bound_s * ROUNDING
-        memory = self.prices.memory_bytes * ROUNDING
-        if nbytes[-1] > memory:
-            enough &= pairs.difference(nbytes) <= memory
-        return np.asarray(enough)
 
     def options(self, pairs: Pairs, room: Ints, bound_s: float) -> StageOptions:
         """Return the stages that fit within a bound on the load and in ``room`` devices per pair.

@@ -231,12 +231,12 @@ class AsyncPipeline(BasePipeline):
                     begin_unit(self._mesh, loop, self.step_number - first)
                 self._put(batch)
                 late = self._order.late + self._stream.delay
-                yield from self._known(first, self.step_number - late)
+                yield from self._totals.losses(first, self.step_number - late, self._read)
             with self._session.failing():
                 end_loop(self._mesh, loop, self.step_number - first)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
                 self.drain()
-            yield from self._known(first, self.step_number)
+            yield from self._totals.losses(first, self.step_number, self._read)
         except GeneratorExit:
             self._leave()
             raise
@@ -258,7 +258,7 @@ class AsyncPipeline(BasePipeline):
         """
         self._put(batch)
         self.drain()
-        return self._read(self._totals.last())
+        return self._read(self._totals.begun.pop())
 
     def drain(self) -> None:
         """Learn from all mini-batches in flight; all stages are at one version afterwards."""
@@ -299,13 +299,6 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _known(self, first: int, before: int) -> Iterator[float]:
-        """Generate the losses from one mini-batch up to another that were not yielded before."""
-        for totals in self._totals.take(before):
-            loss = self._read(totals)
-            if totals.number >= first:
-                yield loss
-
     def _read(self, totals: StepTotals) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
             totals.read()
@@ -326,7 +319,7 @@ class AsyncPipeline(BasePipeline):
         clock = self._session.workers.clock
         clock.begin()
         self._recording = Recording(first, last, size, self._order.per_update, clock)
-        self._totals.listener = self._recording.note
+        self._stream.listener = self._recording.note
 
     def _measure(self) -> None:
         """Exchange the numbers of versions and the recording with all ranks."""
@@ -335,16 +328,16 @@ class AsyncPipeline(BasePipeline):
         self._measured_at = self.step_number
         weights = self._stream.weights
         figures = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
-        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(figures))]
-        self.peak_versions = tuple(row[0] for row in rows)
-        self.weight_bytes = tuple(row[1] for row in rows)
+        versions, nbytes, behind, stages = zip(*self._mesh.gather(figures), strict=True)
+        self.peak_versions, self.weight_bytes = versions, nbytes
         self.version_difference = tuple(
-            max(row[2] for row in rows if row[3] == s) for s in range(len(self._order.graph))
+            max(b for b, stage in zip(behind, stages, strict=True) if stage == s)
+            for s in range(len(self._order.graph))
         )
         if self._recording is not None and self._recording.last < self.step_number:
             self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
-            self._totals.listener = None
+            self._stream.listener = None
 
     def _settle(self) -> None:
         self.drain()

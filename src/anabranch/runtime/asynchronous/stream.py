@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,11 +39,9 @@ from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.updates import make_rows, row_tables
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.numerics.nonfinite import Finding
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
-from anabranch.runtime.step_totals import StepTotals
+from anabranch.runtime.step_totals import LateTotals
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule.asynchronous import AsynchronousOrder
@@ -63,84 +60,13 @@ class _Learned:
 
     Attributes:
         run: this rank's mini-batch; None if it had none in a round.
-        outcome: outcome that brings the norms of gradients, and the terms of this rank.
+        outcome: outcome of the mini-batch; brings the norms of gradients and this rank's terms.
         is_last_turn: whether the mini-batch is the last one of its round.
     """
 
     run: BatchRun | None
     outcome: Outcome
-    norms: GradientNorms
     is_last_turn: bool
-
-
-class MinibatchTotals:
-    """Sums of loss and metrics of unread mini-batches, begun in one order on all ranks.
-
-    A rank may learn from mini-batches in another order than other ranks, or not at all. An outcome
-    that comes too early is kept until its turn::
-
-        given out   5  6  7  8          6 and 8 are learned, or not of this rank
-        tell        -  .  -  .          5 holds them up; with it, the sums of 5 and 6 begin
-
-    Attributes:
-        listener: called with every mini-batch that this rank has learned from.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        metrics: Sequence[str],
-        why: Callable[[int, Mapping[str, Tensor]], NonFiniteError],
-        settle: Callable[[], None],
-    ) -> None:
-        self._mesh, self._metrics, self._why, self._settle = mesh, metrics, why, settle
-        self._given_out: deque[tuple[int, Mapping[str, Tensor], bytes]] = deque()
-        self._learned: dict[int, Outcome] = {}
-        self._begun: deque[StepTotals] = deque()
-        self.listener: Callable[[BatchRun], None] | None = None
-
-    def give_out(self, number: int, leaves: Mapping[str, Tensor], digest: bytes) -> None:
-        """Add the next mini-batch."""
-        self._given_out.append((number, leaves, digest))
-
-    def note(self, run: BatchRun) -> None:
-        """Note that this rank has learned from its part of a mini-batch."""
-        self._learned[run.number] = run.outcome
-        if self.listener is not None:
-            self.listener(run)
-
-    def skip(self, number: int) -> None:
-        """Note that this rank has no part in a mini-batch."""
-        self._learned[number] = Outcome()
-
-    def tell(self) -> None:
-        """Begin all sums that no earlier one holds up."""
-        while self._given_out and self._given_out[0][0] in self._learned:
-            number, leaves, digest = self._given_out.popleft()
-            totals = StepTotals(
-                self._mesh,
-                self._learned.pop(number),
-                self._metrics,
-                partial(self._why, number, leaves),
-                number=number,
-                digest=digest,
-                settle=self._settle,
-            )
-            self._begun.append(totals)
-
-    def settle(self) -> None:
-        """Wait for all sums that have begun; they can still be taken."""
-        for totals in self._begun:
-            totals.read()
-
-    def take(self, before: int) -> Iterator[StepTotals]:
-        """Generate the sums of mini-batches before a number, each once."""
-        while self._begun and self._begun[0].number < before:
-            yield self._begun.popleft()
-
-    def last(self) -> StepTotals:
-        """Remove and return the sums that were begun last."""
-        return self._begun.pop()
 
 
 class Stream:
@@ -151,6 +77,7 @@ class Stream:
             version difference of this rank's stage.
         weights: versions of the stage's weights.
         totals: losses and metrics of mini-batches over all ranks.
+        listener: called with every mini-batch that this rank has learned from.
         delay: most mini-batches by which the check of an update comes later than the update.
 
     Args:
@@ -168,8 +95,8 @@ class Stream:
     ) -> None:
         self._session, self._order, self._stage = session, order, stage
         self._policy, self._clip, state = policy, clip, session.state
-        metrics = session.captured.metrics
-        self.totals = MinibatchTotals(session.mesh, metrics, self._error, self._spoil)
+        self.totals = LateTotals(session, self._error, self._spoil)
+        self.listener: Callable[[BatchRun], None] | None = None
         self.weights = VersionedWeights(
             state.parameters,
             state.optimizer,
@@ -180,7 +107,6 @@ class Stream:
         )
         self.delay = int(accelerator.has_streams(session.place))
         self._unjudged: deque[_Learned] = deque()
-        self._first_bad: tuple[int, list[Finding]] | None = None
         self._has_stopped = self._has_warned = False
         self._reducer = Reducer(
             state.parameters, session.holders, session.mesh, notes=order.round_robin
@@ -189,19 +115,18 @@ class Stream:
         self._turns, self._per_update = order.turns[stage], order.per_update
         self._turn = order.graph.stages[stage].devices.index(session.mesh.device) % self._turns
         self._runs: dict[int, BatchRun] = {}
-        self._versions: dict[int, int] = {}
         self._count = self.most_behind = 0
 
     def put(self, leaves: Mapping[str, Tensor], number: int) -> None:
         """Forward a mini-batch, after the passes that the schedule has before it."""
         before = len(self._unjudged)
-        self.totals.give_out(number, leaves, self._session.batch_digest)
+        self.totals.give_out(number, leaves)
         takes_part = self._forward(leaves, number)
         # The device has work to do meanwhile.
         self._judge(min(before, len(self._unjudged)))
         if not takes_part:
-            self.totals.skip(number)
-        self.totals.tell()
+            self.totals.note(number, Outcome())
+        self.totals.begin()
 
     def _forward(self, leaves: Mapping[str, Tensor], number: int) -> bool:
         """Forward a mini-batch; return True if this rank takes part in it."""
@@ -235,7 +160,7 @@ class Stream:
         if self._session.transport is not None:
             self._session.transport.settle()
         self._judge(len(self._unjudged))
-        self.totals.tell()
+        self.totals.begin()
 
     def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
         """Return the worker for a mini-batch of ``samples``, by default in this rank's turn."""
@@ -255,10 +180,10 @@ class Stream:
         if run is None:
             return  # the drain came before this mini-batch
         if is_forward:
-            self._versions.setdefault(unit, self.weights.version)
+            self.most_behind = max(self.most_behind, self._first + unit - self.weights.version)
             with self.weights.forward(self._first + unit):
                 run.do(Kind.FORWARD, microbatch)
-            self.totals.tell()
+            self.totals.begin()
             return
         if microbatch == 0:
             self._reducer.begin(run.tasks.last_backwards)
@@ -272,8 +197,6 @@ class Stream:
         if run is None:
             self._reducer.sum_now()
         else:
-            version = self._versions.pop(unit)
-            self.most_behind = max(self.most_behind, self.weights.version - version)
             POSITION.begin(run.number, Phase.UPDATE, is_minibatch=True)
             self._reducer.take_all()
         minibatches = min(self._turns, self._count - unit * self._turns)
@@ -293,12 +216,12 @@ class Stream:
         divide(parameters, minibatches)
         make_rows(parameters, self._row_tables)
         gradients = gradients_of(parameters)
-        norms, outcome = GradientNorms(gradients), run.outcome if run is not None else Outcome()
-        outcome.bring(further=[*norms.tensors, *self._reducer.terms])
+        outcome = run.outcome if run is not None else Outcome()
+        outcome.bring(GradientNorms(gradients), further=self._reducer.terms)
         if not self._has_warned:
             self._has_warned = True
             self._session.state.warn_without_gradient()
-        self._unjudged.append(_Learned(run, outcome, norms, self._turn == minibatches - 1))
+        self._unjudged.append(_Learned(run, outcome, self._turn == minibatches - 1))
         if not self.delay:
             self._find_bad(self._unjudged[-1])
         if self._clip is not None:
@@ -315,24 +238,19 @@ class Stream:
             learned = self._unjudged.popleft()
             if self.delay:
                 self._find_bad(learned)
-            if learned.run is not None:
-                self.totals.note(learned.run)
+            if (run := learned.run) is not None:
+                self.totals.note(run.number, run.outcome)
+                if self.listener is not None:
+                    self.listener(run)
 
     def _find_bad(self, learned: _Learned) -> None:
         """Note if the numbers of an update were not finite."""
-        count, run = len(learned.norms.names), learned.run
-        numbers = learned.outcome.further
-        bad = learned.norms.bad(numbers[:count])
-        self._has_stopped |= bool(bad)
-        if run is None:
-            return
+        outcome = learned.outcome
+        self._has_stopped |= outcome.is_bad
         # Each replica knows whether its own term was bad. If no term was, but their sum
         # overflowed, the last replica reports it.
-        if learned.is_last_turn or not all(map(math.isfinite, numbers[count:])):
-            run.outcome.bad_parameters.extend(bad)
-        if run.outcome.is_bad and self._first_bad is None:
-            self._has_stopped = True
-            self._first_bad = run.number, self._session.trace.findings(run.outcome)
+        if not learned.is_last_turn and all(map(math.isfinite, outcome.further)):
+            outcome.bad_parameters.clear()
 
     def _spoil(self) -> None:
         """End the run after a bad mini-batch. All ranks learn of it at the same mini-batch, but at
@@ -342,13 +260,10 @@ class Stream:
         self._session.is_spoilt = True
         self.drain()
 
-    def _error(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
+    def _error(self, number: int, leaves: Mapping[str, Tensor], outcome: Outcome) -> NonFiniteError:
         """Return the error of a bad mini-batch, the same on every rank."""
-        bad = self._first_bad
-        findings = bad[1] if bad is not None and bad[0] == number else []
-        return self._session.trace.error(
-            findings, leaves, f"mini-batch {number}", _CONSEQUENCE, self.advice()
-        )
+        trace, when = self._session.trace, f"mini-batch {number}"
+        return trace.error(trace.findings(outcome), leaves, when, _CONSEQUENCE, self.advice())
 
     def advice(self) -> str:
         """Describe the settings of a run that diverges, with what to change."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.runtime.placement import Fetched, fetched
+from anabranch.schedule.schedule import Action
 
 
 class GradientNorms:
@@ -24,7 +25,6 @@ class GradientNorms:
 
     Attributes:
         tensors: the norms, on the device.
-        overflowed: set by ``bad``: whether a norm was not finite though its gradient is.
     """
 
     def __init__(self, gradients: Mapping[str, Tensor]) -> None:
@@ -35,7 +35,6 @@ class GradientNorms:
                 groups[values.device, values.dtype][name] = values
         self.names = [name for group in groups.values() for name in group]
         self.tensors: list[Tensor] = []
-        self.overflowed = False
         self._again: dict[str, Tensor] = {}
         for (device, _), group in groups.items():
             is_exact = accelerator.has_streams(device)
@@ -52,13 +51,14 @@ class GradientNorms:
         """
         seem = [n for n, norm in zip(self.names, numbers, strict=True) if not math.isfinite(norm)]
         again, self._again = self._again, {}
-        bad = [name for name in seem if name not in again or not again[name].isfinite().all()]
-        self.overflowed = bool(seem) and not bad
-        return bad
+        return [name for name in seem if name not in again or not again[name].isfinite().all()]
 
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
+
+Timed = tuple[Action, tuple[Any, Any]]
+"""An action, and the marks of its start and end."""
 
 _Noted = tuple[Key, Mapping[str, float], Mapping[str, Tensor]]
 """A micro-batch, the weights of its loss and metrics in the batch's, and these numbers."""
@@ -73,12 +73,12 @@ class Outcome:
     3 % longer on a CPU, one of ``transformer`` no longer; the largest alone takes half of that.)
 
     Attributes:
-        times: start and end of every action, as marks of the worker's clock.
+        times: every action, with marks of the worker's clock at its start and end.
         tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
     """
 
     def __init__(self) -> None:
-        self.times: list[tuple[Any, Any]] = []
+        self.times: list[Timed] = []
         self.tied: dict[tuple[str, int, int], Tensor] = {}
         self._bad_parameters: list[str] = []
         self._further: list[float] = []

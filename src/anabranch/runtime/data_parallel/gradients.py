@@ -147,11 +147,9 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Give every rank the tensors of rank 0 where models were built from other seeds."""
     if mesh.size == 1 or not tensors:
         return
-    digests = torch.tensor([copies_digest([tensor]) for tensor in tensors.values()])
-    gathered = torch.stack(mesh.all_gather(digests))
-    differs = (gathered != gathered[0]).any(0).tolist()
-    for tensor, copy in zip(tensors.values(), differs, strict=True):
-        if copy:
+    gathered = mesh.gather([copies_digest([tensor]) for tensor in tensors.values()])
+    for tensor, digests in zip(tensors.values(), zip(*gathered, strict=True), strict=True):
+        if len(set(digests)) > 1:
             _share(tensor, 0, None, mesh)
 
 

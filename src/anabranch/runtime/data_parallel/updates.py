@@ -162,10 +162,9 @@ class Updates:
         is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())
         return bool(self.is_last and knows and not is_sparse)
 
-    def apply_guarded(self, outcome: Outcome) -> GradientNorms:
+    def apply_guarded(self, outcome: Outcome) -> None:
         """As ``apply``, but for the scheduler, if the norms of all gradients and the losses of the
-        outcome are finite. The host need not wait to know: the outcome tells later, and so do the
-        norms, which it brings.
+        outcome are finite. The host need not wait to know: the outcome tells later.
         """
         optimizer: Any = self._state.optimizer
         norms = GradientNorms(gradients_of(self._updated))
@@ -182,7 +181,6 @@ class Updates:
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         self.accumulated = 0
-        return norms
 
     def advance(self) -> None:
         """Step the scheduler after an update."""
@@ -278,8 +276,7 @@ def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
             candidates[name] = SharedTable(table, slices, stages.batch_size)
     if not candidates:
         return {}
-    own = torch.tensor([taken_gradients(optimizer)])
-    takes = [int(kind) for kind in session.mesh.all_gather(own)]
+    takes = session.mesh.gather(taken_gradients(optimizer))
     sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
     chosen = {}
     for name, shared in candidates.items():

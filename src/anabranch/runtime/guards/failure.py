@@ -28,6 +28,11 @@ from anabranch.runtime.guards.position import POSITION
 _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 """Words of torch.distributed if another process is gone."""
 
+_UPDATED = (
+    "; a hook that updates parameters in the backward (register_post_accumulate_grad_hook) does so "
+    "for each micro-batch: leave it out, the optimizer of the Workload updates once per step"
+)
+
 
 class PeerLostError(TrainingError):
     """The connection to another rank broke: a consequence of a failure elsewhere, not a cause."""
@@ -45,6 +50,7 @@ def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
     except Exception as error:
         raise StageFailedError(
             f"rank {rank} failed {POSITION}: {one_line(error)}{_operation(error) or _among(graph)}"
+            + _UPDATED * ("modified by an inplace operation" in str(error))
         ) from error
 
 

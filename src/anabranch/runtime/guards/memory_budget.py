@@ -49,8 +49,7 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
     if free > 0 and mesh.is_on_gpus:  # connections will take from it, outside of the allocator
         pairs = {channel[:2] for channel in channels(plan.stage_graph)}
         free = max(free - connection_bytes(pairs, mesh.size, mesh.rank), 0)
-    own = torch.tensor([more, given_bytes, free, home])
-    problem = _beyond_host([row.tolist() for row in mesh.all_gather(own)], place.type)
+    problem = _beyond_host(mesh.gather([more, given_bytes, free, home]), place.type)
     return f"{problem}; {_REMEDY}" if problem else ""
 
 

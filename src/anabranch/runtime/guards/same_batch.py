@@ -188,7 +188,7 @@ def require_same_batch(mesh: Mesh, digest: bytes) -> None:
     """Refuse a batch that differs between ranks; a DataError on every rank names the odd ones. All
     ranks call it together.
     """
-    if mesh.size > 1 and (odd := odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))):
+    if mesh.size > 1 and (odd := odd_ones(mesh.gather(digest.hex()), range(mesh.size))):
         raise DataError(_refusal(odd))
 
 
@@ -212,8 +212,7 @@ def require_same_copies(
     for name, parameter in parameters.items():
         if held[name] in copies:
             copies[held[name]].append(parameter)
-    digests = torch.tensor([copies_digest(held) for held in copies.values()])
-    gathered = [row.tolist() for row in mesh.all_gather(digests)]
+    gathered = mesh.gather([copies_digest(held) for held in copies.values()])
     for index, ranks in enumerate(copies):
         if odd := odd_ones([gathered[rank][index] for rank in ranks], ranks):
             raise TrainingError(

@@ -171,7 +171,7 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
 def _any_random(worker: Worker, mesh: Mesh) -> bool:
     forwards = (a for a in worker.actions if a.kind is Kind.FORWARD)
     programs = (worker.layout.program(a.stage, a.microbatch).module for a in forwards)
-    return bool(mesh.all_reduce(torch.tensor([float(any(map(draws_random, programs)))]))[0])
+    return any(mesh.gather(any(map(draws_random, programs))))
 
 
 def _digest(gradient: Tensor | None) -> Tensor:

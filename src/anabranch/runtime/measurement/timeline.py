@@ -16,18 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
 
-from anabranch.runtime import texts
-from anabranch.runtime.compute.outcome import Outcome
-from anabranch.runtime.measurement.clocks import Clock, Mark
+from anabranch.runtime.compute.outcome import Outcome, Timed
+from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import BatchRun, Worker
+from anabranch.runtime.worker import BatchRun
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
-
-_Timed = tuple[Action, tuple[Mark, Mark]]
-"""An action, and the marks of its begin and end."""
 
 
 class StepRecording:
@@ -44,15 +39,15 @@ class StepRecording:
         mesh.barrier()
         self._start = perf_counter()
 
-    def timeline(self, worker: Worker, outcome: Outcome) -> Timeline:
+    def timeline(self, outcome: Outcome) -> Timeline:
         """Return its timeline, once it has ended; all ranks call it together."""
         self._clock.end()
         end = perf_counter()
-        return gather_timeline(worker, outcome, self._mesh, self._start, end, self._lead)
+        return gather_timeline(self._clock, outcome, self._mesh, self._start, end, self._lead)
 
 
 def gather_timeline(
-    worker: Worker, outcome: Outcome, mesh: Mesh, start: float, end: float, lead: float = 0.0
+    clock: Clock, outcome: Outcome, mesh: Mesh, start: float, end: float, lead: float = 0.0
 ) -> Timeline:
     """Gather the spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock.
 
@@ -60,8 +55,7 @@ def gather_timeline(
         lead: seconds of the step before the barrier, in which this rank read its batch; the longest
             of all ranks counts.
     """
-    timed = zip(worker.actions, outcome.times, strict=True)
-    figures, spans = _gathered(mesh, worker.clock, timed, [start, end - start, lead])
+    figures, spans = _gathered(mesh, clock, outcome.times, [start, end - start, lead])
     starts, seconds, leads = zip(*figures, strict=True)
     lead = max(leads)
     moved = _moved(spans, mesh, [start - lead for start in starts])
@@ -69,11 +63,11 @@ def gather_timeline(
 
 
 def _gathered(
-    mesh: Mesh, clock: Clock, timed: Iterable[_Timed], figures: list[float]
+    mesh: Mesh, clock: Clock, timed: Iterable[Timed], figures: list[float]
 ) -> tuple[list[list[float]], list[Span]]:
     """Return some figures of each rank, and the spans of all ranks, each by its rank's clock."""
     rows = [(str(action), *clock.seconds(marks)) for action, marks in timed]
-    everybody: list[Any] = texts.gather([figures, rows], mesh.all_gather_bytes)
+    everybody = mesh.gather([figures, rows])
     spans = [
         Span(device, begun, ended, Action.parse(action))
         for device, (_, rows) in zip(mesh.devices, everybody, strict=True)
@@ -106,14 +100,14 @@ class Recording:
     batch_size: int
     microbatches: int
     clock: Clock
-    _done: list[_Timed] = field(default_factory=list)
+    _done: list[Timed] = field(default_factory=list)
 
     def note(self, run: BatchRun) -> None:
         """Note the actions of a mini-batch after its update."""
         if not self.first <= run.number <= self.last:
             return
         past = run.number - self.first
-        for action, marks in zip(run.actions, run.outcome.times, strict=True):
+        for action, marks in run.outcome.times:
             samples = past * self.batch_size if not action.kind.is_compute else 0
             shifted = replace(
                 action,

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from anabranch.errors import NonFiniteError
@@ -91,8 +90,8 @@ class Trace:
             consequence: words for the state of the parameters.
             advice: advice if the batch is not to blame.
         """
-        first = torch.tensor(min(findings, default=_NOTHING))
-        cause = min(Finding(*row.tolist()) for row in self._mesh.all_gather(first))
+        firsts = self._mesh.gather(min(findings, default=_NOTHING))
+        cause = min(Finding(*first) for first in firsts)
         text = self._describe(cause, when) + _in_batch(leaves)
         return NonFiniteError(f"{text}; {consequence}; {_data_advice(leaves, when) or advice}")
 
