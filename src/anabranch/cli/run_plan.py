@@ -30,8 +30,8 @@ def run_plan(
     flush: FlushSettings,
     compute: ComputeSettings,
 ) -> tuple[Plan, WeightPolicy | str | None]:
-    """Plan the job if it has no plan; return the plan as it will be executed, and a policy for it
-    other than the plan's, or None.
+    """Plan the job if it has no plan; return the plan as it will be executed, and a policy in place
+    of the plan's, or None.
 
     Whatever cannot run is refused as early as possible.
     """

@@ -332,7 +332,7 @@ class _Follower:
         }
 
     def for_batch(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
-        """Return the flow of a value without samples that depends on the batch or a constant."""
+        """Return the flow of a value without samples that is made from the batch."""
         name = base_name(node).rstrip("_")
         sources = node.all_input_nodes
         kinds = {flow.kind for flow in inputs}

@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 
 
 def meta_names(module: nn.Module) -> list[str]:
-    """Parameters and buffers without values, by their first names."""
+    """Return the first names of parameters and buffers without values."""
     named = (*module.named_parameters(), *module.named_buffers())
     return [name for name, tensor in named if tensor.is_meta]
 
@@ -57,12 +57,12 @@ def materialise(
     The module gets other ``Parameter`` objects in their place, the same one wherever one is shared.
 
     Args:
-        names: which of ``meta_names``; all by default.
+        names: names among ``meta_names``; all by default.
         seed: the same on all ranks.
-        place: where they are to be.
+        place: device of the new tensors.
 
     Returns:
-        Names of those that no layer has initialised; they are NaN.
+        Names of tensors that no layer has initialised; they are NaN.
 
     Raises:
         TrainingError: if an initialisation raised.
@@ -122,7 +122,7 @@ def require_constants(captured: Captured, place: torch.device) -> None:
 
 
 def _layers(module: nn.Module) -> Mapping[str, Mapping[str, str]]:
-    """Path of a layer -> its own tensors without values -> their first names in the model."""
+    """Return path of a layer -> name of its tensor without values -> first name in the model."""
     layers: dict[str, dict[str, str]] = {}
     for name in meta_names(module):
         path, _, leaf = name.rpartition(".")
@@ -132,8 +132,8 @@ def _layers(module: nn.Module) -> Mapping[str, Mapping[str, str]]:
 
 @contextmanager
 def _real(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside, what a layer has on the meta device is on the CPU, blank; yields it, and afterwards
-    that has what the layer has made of it.
+    """Yield blank tensors on the CPU that stand in for a layer's tensors on the meta device inside;
+    afterwards they have the values that the layer has given them.
     """
     registered = {**layer._parameters, **layer._buffers}
     real = {n: _like(t, _blank(t)) for n, t in registered.items() if t is not None and t.is_meta}

@@ -40,14 +40,14 @@ _AFTER = (
 class StepRunner:
     """Runs steps, in which all ranks wait for the totals or read them one step later.
 
-    A GPU that has been told to make an update only with finite numbers is not waited for: what came
-    of it is asked when it has the passes of the next step, and the totals begin then::
+    Nobody waits for a GPU that makes its update only if all numbers are finite: its result is asked
+    for when it has the passes of the next step, and the totals begin then::
 
         host   passes 1  update 1  passes 2  ask 1, totals 1  update 2  passes 3  ask 2 ...
         GPU         passes 1 | update 1 | passes 2        | update 2 ...
 
     Attributes:
-        metrics: of the step whose loss was returned last.
+        metrics: metrics of the step whose loss was returned last.
         late: totals of steps that nobody waited for.
         is_first: whether no update was made yet.
         ran: worker, batch tensors and outcome of the last batch.
@@ -95,8 +95,8 @@ class StepRunner:
         POSITION.leave()
 
     def resolve(self) -> None:
-        """Ask what came of the last update, if nobody has, and begin the totals of its step: on all
-        ranks at one place, whatever each knows by then.
+        """Ask for the result of the last update, if it is not known, and begin the totals of its
+        step: on all ranks at the same point, whatever each knows by then.
         """
         if self._unresolved is not None:
             (outcome, is_update), self._unresolved = self._unresolved, None
@@ -219,8 +219,8 @@ class StepRunner:
     # Totals that are read a step later
 
     def losses(self, first: int, before: int | None = None) -> Iterator[float]:
-        """Generate losses of steps alone from one step up to another, by default all that are left;
-        see ``LateTotals``.
+        """Generate the losses of steps made alone, from ``first`` to ``before``, by default of all
+        that are left; see ``LateTotals``.
         """
         if before is None:
             self._wait(self.resolve)
@@ -232,7 +232,7 @@ class StepRunner:
         return totals.loss
 
     def _wait(self, read: Callable[[], None]) -> None:
-        """Wait for steps alone, or their totals; behind bad ones nothing counts."""
+        """Wait for steps made alone, or their totals; after a bad one forget all later ones."""
         with self._session.failing():
             try:
                 with POSITION.doing(Phase.TOTALS):
@@ -245,10 +245,10 @@ class StepRunner:
                 raise
 
     def settle(self, *, reads: bool = True) -> None:
-        """Make all of the last step, and find out whether it was a good one.
+        """Complete the last step, and find out whether it was a good one.
 
         Args:
-            reads: the totals; otherwise they are left to be read later.
+            reads: whether to read the totals; otherwise they are left to be read later.
         """
         with self._session.failing():
             self._session.refuse_spoilt()
@@ -269,7 +269,7 @@ class StepRunner:
         """End a loop; the others need this rank's messages and its share of the last totals."""
         if self._session.transport is not None:
             self._session.transport.flush()
-        with suppress(TrainingError):  # whoever goes on hears of it
+        with suppress(TrainingError):  # raised again where training goes on
             self.resolve()
             self.late.settle()
 

@@ -1,8 +1,8 @@
 """Totals of a step, summed over the ranks by one small all-reduce.
 
 Loss, metrics, the gradient norm, whether a number is not finite, whether training is to end
-(``interrupt``) and whether a checkpoint is due (``save_clock``) travel together. Whoever reads them
-waits for every rank.
+(``interrupt``) and whether a checkpoint is due (``save_clock``) travel together. Reading them waits
+for every rank.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class StepTotals:
 
     Attributes:
         loss, metrics: means over the batch, once they have been read.
-        number: of the step, without a flush of the mini-batch.
+        number: number of the step, or of the mini-batch without a flush.
         squares: squared norm of all gradients.
         overflow: whether a gradient of some rank is not finite.
 
     Args:
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
-        digest: of the batch, of ``guards.same_batch``.
-        settle: called before ranks ask each other what is wrong, which they do in one order: has to
-            finish what this rank does on its own.
+        digest: digest of the batch, see ``guards.same_batch``.
+        settle: called before ranks tell each other what is wrong, which needs one order of
+            collectives on all of them: has to finish this rank's own work.
     """
 
     loss: float
@@ -87,7 +87,7 @@ class StepTotals:
             if bad or not math.isfinite(self.squares):
                 self._settle()
                 self._error = self._why()
-            del self._why  # which has the batch
+            del self._why  # it holds the batch
             self._tell()
         if self._error is not None:
             raise self._error
@@ -105,7 +105,7 @@ class StepTotals:
 
 
 class LateTotals:
-    """Totals of steps that are read when others are under way, begun in one order on all ranks.
+    """Totals of steps that are read while later steps are made, begun in one order on all ranks.
 
     Without a flush a rank may learn from mini-batches in another order than other ranks, or not at
     all. An outcome that comes too early is kept until its turn::
@@ -135,11 +135,11 @@ class LateTotals:
         self.newest: StepTotals | None = None
 
     def give_out(self, number: int, leaves: Mapping[str, Tensor]) -> None:
-        """Add the next step, with the batch that is under way."""
+        """Add the next step, with the current batch."""
         self._given_out.append((number, leaves, self._session.batch_digest))
 
     def note(self, number: int, outcome: Outcome) -> None:
-        """Note what this rank has learned from its part of a step."""
+        """Note the outcome of this rank's part of a step."""
         self._learned[number] = outcome
 
     def begin(self) -> None:

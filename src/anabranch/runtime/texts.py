@@ -1,7 +1,7 @@
 """JSON documents between the ranks of the user's process group.
 
-They travel as tensors of bytes. torch's own collectives for objects pickle them, and a pickle runs
-what it names on whoever reads it.
+They travel as tensors of bytes. torch's own collectives for objects pickle them, and a pickle can
+run code in the process that reads it.
 """
 
 from __future__ import annotations
