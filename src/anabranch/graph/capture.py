@@ -213,7 +213,7 @@ class Captured:
 
     @cached_property
     def foreign(self) -> tuple[str, ...]:
-        """Operators of other libraries, of which the graph does not show what they compute."""
+        """Operators of other libraries, whose computation the graph does not show."""
         names = dict.fromkeys(map(schema_name, self.programs.example.calls))
         return tuple(n for n in names if "::" in n and not n.startswith(("aten::", "prims::")))
 

@@ -54,7 +54,7 @@ class _KeepStrides(torch.autograd.Function):
 
 
 def keep_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return x; its gradient gets these strides, those of one process: sums run in memory order."""
+    """Return x; its gradient gets the strides of one process, as sums run in memory order."""
     result: torch.Tensor = _KeepStrides.apply(x, strides)  # type: ignore[no-untyped-call]
     return result
 

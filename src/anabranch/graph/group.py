@@ -8,7 +8,7 @@ everything else, so that no branch ever waits for another because of the groupin
 
 1. What cannot be apart: an operation in place with all that shares its storage; producer and
    readers of what cannot be sent (not a tensor, a size that depends on the data, folded or mixed
-   samples). Whatever lies on a path between two merged calls joins them.
+   samples). Calls on a path between two merged calls join them.
 2. Calls of one module, at most one product, convolution or embedding with parameters in each.
 3. Cheap remainders (views, masks, sums) into a neighbour.
 4. ``layer``: the calls of one sub-layer, then norms and activations into a neighbour of the block.

@@ -1,4 +1,4 @@
-"""Kinds of losses over samples, and of batch normalisation, and what micro-batches make of them."""
+"""Kinds of losses over samples, and of batch normalisation, and how micro-batches change them."""
 
 from __future__ import annotations
 

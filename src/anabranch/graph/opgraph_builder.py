@@ -1,4 +1,4 @@
-"""The graph of operators of a grouped program: what each reads, and what flows between them."""
+"""The graph of operators of a grouped program, with parameters and the values between them."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class MessageCollectives:
 
     @staticmethod
     def are_faster(tensor: Tensor, num_ranks: int) -> bool:
-        """Return True if so many ranks should exchange such tensors: a few ranks, or small ones."""
+        """Return True if messages are faster than Gloo's ring: few ranks, or small tensors."""
         return tensor.is_cpu and num_ranks <= (8 if tensor.numel() <= 64 else 4)
 
     def __init__(self, transport: Transport, rank: int) -> None:

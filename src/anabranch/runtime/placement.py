@@ -78,7 +78,7 @@ class Fetched:
         self._host, self._arrived = accelerator.to_host(flat)
 
     def read(self) -> list[float]:
-        """Return the numbers; waits for the device to have made them, but not for what follows."""
+        """Return the numbers; waits for the device to compute them, but not for later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values: list[float] = self._host.tolist()

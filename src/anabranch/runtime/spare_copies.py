@@ -1,13 +1,13 @@
 """Copies of the state of a run in memory that outlives the processes which fill it.
 
 The parent of local ranks opens two files in memory for each rank, and a table, before it forks
-them. Every so many steps each rank copies what it would write into a checkpoint::
+them. Every ``every`` steps each rank copies its part of a checkpoint::
 
     rank 0    file 0  step 20    file 1  step 30                    table:  0 at 20, 30
     rank 1    file 0  step 20    file 1  (step 30, being written)           1 at 20
 
 Step 20 is the newest of which all ranks have a copy, so it is kept until all have step 30. Any
-number of ranks may die at any time: whoever goes on, under any plan, reads all that it needs.
+number of ranks may die at any time: ranks that go on, under any plan, read all that they need.
 """
 
 from __future__ import annotations

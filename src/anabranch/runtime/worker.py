@@ -1,6 +1,6 @@
 """A worker executes the actions of one device, in order.
 
-It posts, awaits and hands over messages; what happens between them is ``Compute``'s::
+It posts, awaits and hands over messages; ``Compute`` does the work between them::
 
     RF   receipt ---> parts                                        parts ---> receipt   RB
                         |                                            |

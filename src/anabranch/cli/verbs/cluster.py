@@ -61,7 +61,7 @@ def cluster(
 
 
 def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
-    """Measure; the cluster and its file on the first rank, None on others."""
+    """Measure; return the cluster and its file on the first rank, None on others."""
     from anabranch.calibration.measure import calibrate_job
     from anabranch.files import save_cluster
 
@@ -80,7 +80,7 @@ def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
 
 
 def calibrate_and_keep() -> tuple[Cluster, Path]:
-    """Measure this machine and keep that for ``local:N``; the cluster and the file that has it."""
+    """Measure this machine for ``local:N``; return the cluster and the file that keeps it."""
     from anabranch.calibration.kept import keep
     from anabranch.calibration.measure import calibrate
 

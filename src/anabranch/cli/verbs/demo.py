@@ -1,4 +1,4 @@
-"""The verb ``demo``: the main job from start to end on real data, told as it goes."""
+"""The verb ``demo``: the main job from start to end on real data, told in chapters."""
 
 from __future__ import annotations
 

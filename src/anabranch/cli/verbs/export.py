@@ -39,7 +39,7 @@ def export(
             Hugging Face model.
         prefix: Export the part of the module whose names begin so, without it (model.) [default:
             that of a Hugging Face model that is all of the module].
-        trained: Export what was trained alone, such as adapters; no config.json.
+        trained: Export trained parameters alone, such as adapters; no config.json.
         dcp: All of CKPT, with the optimizer, as a checkpoint of torch.distributed.checkpoint; where
             CKPT is one of those, as a checkpoint that train --resume takes.
         optimizer: With --dcp: class of the optimizer that PyTorch saved: AdamW.

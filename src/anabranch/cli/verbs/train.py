@@ -138,7 +138,7 @@ def train(
         return predicted_s()
 
     def predicted_s() -> float:
-        # Of a run in another way than the plan's its prediction says nothing.
+        # None where the run differs from the plan, so that its prediction says nothing.
         return shown.predicted.step_s if shown.predicted is not None else 0.0
 
     def attempt(asked: training_settings.TrainingSettings) -> Run:
@@ -177,7 +177,7 @@ def train(
         folder, plan = run or new_folder(model.model, began), shown
         if result.plan_changes:
             job.plan = plan = result.plan
-        # Counts in flight of replicas in turn are none of a plan.
+        # With replicas in turn, in-flight counts are not those of a plan.
         kept = None if result.round_robin else plan
         return run_results.keep_run(job, result, folder, kept), folder
 

@@ -100,7 +100,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _broadcast(values: SlicedValues, node: Any, like: fx.Node, dim: int, *where: int) -> Any:
-    """An argument that is broadcast to the shape of a call's result."""
+    """Return the slice of an argument that is broadcast to the shape of a call's result."""
     if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
         return node
     own = dim - (len(_shape(like)) - len(_shape(node)))
@@ -141,7 +141,7 @@ def _cat(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -
 
 
 def _product(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A linear layer or a convolution, by rows of its weight."""
+    """Slice a linear layer or a convolution by rows of its weight."""
     given, is_linear = arguments(node), base_name(node) == "linear"
     if dim != (len(_shape(node)) - 1 if is_linear else 1) or given.get("groups", 1) != 1:
         raise NotSliceableError(f"{base_name(node)} makes that dimension of several others")
@@ -160,7 +160,7 @@ def _addmm(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int)
 
 
 def _matmul(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A matrix product by its last dimension, its rows, or those of a batch of products."""
+    """Slice a matrix product by its last dimension, its rows, or by a batch of products."""
     (first, a), (second, b) = list(arguments(node).items())[:2]
     dims = len(_shape(node))
     if min(len(_shape(a)), len(_shape(b))) < 2:
@@ -183,7 +183,7 @@ def _embedding(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: 
 
 
 def _reshaped(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A view with other dimensions, where a range of one of them is a range of one before."""
+    """Slice a view with other dimensions, if the range is a range of one dimension before."""
     before, after = arguments(node)["self"], _shape(node)
     old, outer = _shape(before), math.prod(after[:dim])
     own = next((d for d in range(len(old)) if math.prod(old[:d]) == outer and old[d] > 1), None)
@@ -205,7 +205,7 @@ def _reshaped(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: i
 
 
 def _moved(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A call that moves dimensions: which one comes here is seen on a tensor of their numbers."""
+    """Slice a call that moves dimensions; strides of a marked tensor show which one comes here."""
     before = arguments(node)["self"]
     size = _shape(before)
     strides = torch.empty(size, device="meta").stride()
@@ -220,7 +220,7 @@ def _moved(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int)
 
 
 def _item(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """One of the tensors that a call has split another one into, or the sums of a table's bags."""
+    """Slice one of the tensors that a call has split another into, or sums of a table's bags."""
     split, index = node.args
     assert isinstance(split, fx.Node)
     if "embedding_bag" in base_name(split) and index == 0:
@@ -238,7 +238,7 @@ def _item(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) 
 
 
 def _attention(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """Attention by heads: queries, and the keys and values that they share."""
+    """Slice attention by heads: queries, and the keys and values that they share."""
     given, heads = arguments(node), _shape(node)[dim]
     if dim >= len(_shape(node)) - 2 or given["dropout_p"]:
         raise NotSliceableError("attention is cut by heads, and without dropout of its own")
@@ -253,7 +253,7 @@ def _attention(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: 
 
 
 def _beside(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A call along one dimension, such as a softmax or a slice, which has slices of the others."""
+    """Slice a call along one dimension, such as a softmax or a slice, in another dimension."""
     given = arguments(node)
     if given["dim"] % len(_shape(node)) == dim:
         raise NotSliceableError(f"{base_name(node)} is along that dimension")
@@ -284,7 +284,7 @@ _RULES: dict[str, Rule] = {
 
 
 def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
-    """Widths along a dimension of non-empty inputs of a concatenation behind elementwise calls."""
+    """Return widths of non-empty inputs of a concatenation, perhaps behind elementwise calls."""
     if node.op == "call_function" and base_name(node) in _ELEMENTWISE:
         widest = [n for n in node.all_input_nodes if _shape(n) == _shape(node)]
         return concatenated_widths(widest[0], dim) if len(widest) == 1 else []

@@ -1,4 +1,4 @@
-"""Tables of embeddings as several narrower or shorter ones."""
+"""Rewrites of embedding tables into several narrower or shorter ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def table_columns(program: FlatProgram, sites: Sites, parts: int) -> None:
-    """Rewrite tables as so many tables with fewer columns, whose rows are put together again."""
+    """Rewrite tables as ``parts`` tables with fewer columns, whose rows are concatenated."""
     for site, node in _tables(program, sites):
         rows = node
         if base_name(node) != "embedding":
@@ -53,7 +53,7 @@ def table_rows(program: FlatProgram, sites: Sites, parts: int) -> None:
 
 
 def _rows(program: FlatProgram, node: fx.Node, path: str, start: int, stop: int) -> fx.Node:
-    """Insert the look-up of some rows of a table; of others it makes zeros."""
+    """Insert the look-up of some rows of a table; it gives zeros for other rows."""
     given, path = arguments(node), f"{path}[{start}:{stop}]"
     table = slice_of(program, given["weight"], 0, start, stop)
     shifted = insert(node, path, aten.sub.Tensor, given["indices"], start)
@@ -66,7 +66,7 @@ def _rows(program: FlatProgram, node: fx.Node, path: str, start: int, stop: int)
 
 
 def _tables(program: FlatProgram, sites: Sites) -> Iterator[tuple[str, fx.Node]]:
-    """Wanted look-ups that are the only reader of a parameter."""
+    """Generate the wanted look-ups that are the only reader of a parameter."""
     for node in program.calls:
         if base_name(node) != "embedding" and not base_name(node).endswith("embedding_bag"):
             continue

@@ -47,7 +47,7 @@ _IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 def fence() -> None:
-    """Order what this process read and wrote before against what it does afterwards.
+    """Order earlier reads and writes of this process before later ones.
 
     Python has no barrier, but letting go of a lock and taking it again is one. A lock per call,
     because this may run in any thread, even inside itself during garbage collection.
