@@ -135,7 +135,7 @@ class Captured:
         programs: programs of the whole module, for any number of samples.
         metrics: names of the scalars that the module returns besides the loss.
         value_calls: value of the graph -> position of its call, -1 for a tensor of the batch.
-        axes: position of a value's call, likewise -> its samples; only of values with samples.
+        axes: position of a value's call, or -1 -> its samples, for values with samples.
         unused: trainable parameters that the loss does not depend on.
         totals: loss or metric -> how its value for a batch follows from those of its slices;
             coupled if only the whole batch tells.
@@ -259,7 +259,7 @@ class Captured:
         return cast
 
     def like(self, example: Batch) -> Captured:
-        """Return the same operators for batches of other sizes, such as shorter sequences.
+        """Return the same operators for batches of other sizes, such as shorter ones. Made once.
 
         Raises:
             CaptureError: if the module runs other operations for them.

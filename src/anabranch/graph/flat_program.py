@@ -72,7 +72,7 @@ class FlatProgram:
         find: Callable[[PlaceholderSource], torch.Tensor],
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
-        """Compute outputs, or ``wanted`` values, without gradients; ``find`` gives placeholders."""
+        """Compute outputs, or ``wanted`` values, without gradients; ``find`` returns tensors."""
         wanted = self.outputs if wanted is None else wanted
         env: dict[fx.Node, Any] = {}
         with torch.no_grad():

@@ -119,7 +119,7 @@ class BasePipeline:
         return self._session.failing()
 
     def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """Generate the workload's batches from the current position on, epoch after epoch.
+        """Generate batches from the current position on, epoch after epoch; training advances it.
 
         Args:
             epochs: total number of epochs, including those that are done: a loop over epochs asks

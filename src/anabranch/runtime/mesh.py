@@ -186,7 +186,7 @@ class Mesh:
             self._sums.begin()
 
     def gather(self, document: Any) -> list[Any]:
-        """Return what each rank has to say, as JSON has it; all ranks call it."""
+        """Return the documents of all ranks, as JSON; all ranks call it."""
         return texts.gather(document, self.gather_bytes)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

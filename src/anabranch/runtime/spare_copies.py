@@ -1,7 +1,7 @@
 """Copies of the state of a run in memory that outlives the processes which fill it.
 
 The parent of local ranks opens two files in memory for each rank, and a table, before it forks
-them. Every ``every`` steps each rank copies its part of a checkpoint::
+them. At an interval of some steps each rank copies its part of a checkpoint::
 
     rank 0    file 0  step 20    file 1  step 30                    table:  0 at 20, 30
     rank 1    file 0  step 20    file 1  (step 30, being written)           1 at 20

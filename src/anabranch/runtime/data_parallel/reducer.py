@@ -175,7 +175,7 @@ class Reducer:
                 self._is_final(name)
 
     def after_last(self, stage: int) -> None:
-        """Note that the last backward of a stage has ended: all its parameters are final now."""
+        """Note that the last backward of a stage has ended; missing gradients are final as well."""
         names = self.finals(self._order)[stage]
         self._hooked.difference_update(names)
         for name in names:

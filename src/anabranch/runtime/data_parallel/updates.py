@@ -148,7 +148,7 @@ class Updates:
         self.advance()
 
     def all_gather(self) -> None:
-        """Receive parameters that others have updated; called even if ranks refused an update."""
+        """Receive parameters that other ranks have updated, also if some refused the update."""
         if self.is_last:
             self.reducer.all_gather()
             for shard in self._state.shards.values():
