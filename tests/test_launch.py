@@ -271,7 +271,7 @@ def wait_until(condition: object, limit: float = LIMIT_S) -> bool:
 SCRIPT = r"""
 import os, signal, sys
 from tests.runtime.small import batch, built
-from anabranch.cli.restarts import is_restarted
+from anabranch.cli.torchrun import is_restarted
 from anabranch.files import load_plan
 from anabranch.runtime.pipeline import Pipeline
 import anabranch.training

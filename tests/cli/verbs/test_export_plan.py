@@ -1,7 +1,6 @@
 """The verb export-plan."""
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from anabranch.cli.source import ModelSource
 from anabranch.files import save_plan
 from anabranch.workload import Workload
 from tests.interchange.models import Blocks, batch, chain
-from tests.runtime.small import Built, built, plan
+from tests.runtime import small
+from tests.runtime.small import Built, TwoBranch, built, plan
 
 BLOCKS = "tests.cli.verbs.test_export_plan:blocks"
 
@@ -22,8 +22,7 @@ def blocks() -> Workload:
 
 
 def two_branches() -> Workload:
-    model = built("TwoBranch")
-    return Workload(deepcopy(model.module), model.workload.example)  # whose weights go
+    return Workload(TwoBranch(), small.batch(4))  # not ``built``: its parameters are on meta
 
 
 def written(model: Built, folder: Path, stages: int = 4, **options: object) -> str:
