@@ -57,6 +57,14 @@ def keyed(calls: Sequence[fx.Node]) -> Iterator[tuple[flat_program.CallKey, fx.N
         count[kind] += 1
 
 
+def axes_at(
+    program: flat_program.FlatProgram, axes: Mapping[int, SampleAxis]
+) -> dict[fx.Node, SampleAxis]:
+    """Return the axes of calls, which are known by position, by the calls of a program."""
+    known = [node for node in program.calls if node.meta.get(flat_program.CALL) in axes]
+    return {node: axes[node.meta[flat_program.CALL]] for node in known}
+
+
 def tensor(node: fx.Node) -> torch.Tensor | None:
     """The value of a node, where it is one tensor."""
     value = node.meta.get("val")

@@ -22,16 +22,9 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
-from anabranch.graph.call_traits import CallTraits, SampleAxis, base_name, keyed
+from anabranch.graph.call_traits import CallTraits, SampleAxis, axes_at, base_name, keyed
 from anabranch.graph.exporter import Exporter
-from anabranch.graph.flat_program import (
-    CALL,
-    CallKey,
-    FlatProgram,
-    frame,
-    gradient_calls,
-    schema_name,
-)
+from anabranch.graph.flat_program import CallKey, frame, schema_name, unused_parameters
 from anabranch.graph.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.group import FREE, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
@@ -249,9 +242,7 @@ class Captured:
         programs = self.programs.under_autocast(precision, device_type)
         place = programs.exporter.device
         program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
-        calls = ((node, node.meta.get(CALL)) for node in program.calls)
-        known = {node: self.axes[call] for node, call in calls if call in self.axes}
-        traits = CallTraits(program, other, known)
+        traits = CallTraits(program, other, axes_at(program, self.axes))
         graph, positions, axes = build(self.module, traits, programs.grouping, self.training)
         graph = replace(self.graph, values=graph.values, precision=precision)
         cast = replace(self, graph=graph, programs=programs, value_calls=positions, axes=axes)
@@ -370,7 +361,7 @@ def _captured(
         metrics=exporter.outputs[1:],
         value_calls=calls,
         axes=value_axes,
-        unused=_unused(module, program),
+        unused=unused_parameters(module, program),
         totals=totals,
         coupling=couplings,
         assumption=assumption,
@@ -400,12 +391,3 @@ def _reordering(captured: Captured) -> frozenset[CallKey]:
         return calls and reordering_calls(twin.programs, twin.layout, calls)
     except (CaptureError, RuntimeError):
         return calls
-
-
-def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:
-    """Return trainable parameters that the loss does not depend on."""
-    carriers = gradient_calls(program)
-    read = program.sources.items()
-    trained = {whole_name(source.name) for node, source in read if carriers & node.users.keys()}
-    parameters = module.named_parameters()
-    return tuple(n for n, p in parameters if p.requires_grad and n not in trained)

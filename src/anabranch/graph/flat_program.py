@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.operations import BATCH_NORMS
+from anabranch.graph.slices import whole_name
 
 SourceKind = Literal["parameter", "buffer", "constant", "batch"]
 """Origin of a tensor that a program reads; ``batch`` stands for a leaf of the batch."""
@@ -250,6 +251,15 @@ def gradient_calls(program: FlatProgram) -> set[fx.Node]:
         if node in reached and requires_grad(node):
             reached.update(source for source in node.all_input_nodes if requires_grad(source))
     return {node for node in reached if node.op == "call_function" and requires_grad(node)}
+
+
+def unused_parameters(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:
+    """Return trainable parameters of a module on which the loss of its program does not depend."""
+    carriers = gradient_calls(program)
+    read = program.sources.items()
+    trained = {whole_name(source.name) for node, source in read if carriers & node.users.keys()}
+    parameters = module.named_parameters()
+    return tuple(n for n, p in parameters if p.requires_grad and n not in trained)
 
 
 def gradient_types(program: FlatProgram) -> set[torch.dtype]:
