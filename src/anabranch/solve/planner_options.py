@@ -29,7 +29,7 @@ def planner_with(
     """Return the planner with its options, and whether the limit on replicas had to be ignored.
 
     Raises:
-        ValueError: for an option that the planner does not have, or a value of another type.
+        ValueError: for an option that the planner does not have, or a value that it does not take.
     """
     search = planners.PLANNERS[name]()
     known = options_of(name)

@@ -29,8 +29,8 @@ _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by p
 """Words of torch.distributed if another process is gone."""
 
 _UPDATED = (
-    "; a hook that updates parameters in the backward (register_post_accumulate_grad_hook) does so "
-    "for each micro-batch: leave it out, the optimizer of the Workload updates once per step"
+    "; if a hook updates parameters in the backward (register_post_accumulate_grad_hook), it does "
+    "so for each micro-batch: leave it out, the optimizer of the Workload updates once per step"
 )
 
 
