@@ -448,6 +448,23 @@ def test_a_submodule_with_the_name_of_a_method_is_named() -> None:
         capture(module, batch())
 
 
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"y": batch()[1], "z": batch()[0]}, "x, y, the example has y, z: missing a .* 'x'"),
+        ((*batch(), *batch()), "x, y, the example has 4 without names: too many positional"),
+        (batch()[0], "x, y, the example has 1 without names: missing a required .* 'y'"),
+    ],
+    ids=["names", "positions", "one tensor"],
+)
+def test_an_example_is_compared_with_the_arguments_of_the_forward(
+    example: Any, message: str
+) -> None:
+    """No line of the user's is at fault, and none of this package is named."""
+    with pytest.raises(CaptureError, match=f"its forward takes {message}"):
+        capture(Net(), example)
+
+
 def test_layers_that_are_left_out_at_random_are_told_with_their_option() -> None:
     """Which the line that chooses may not name."""
 

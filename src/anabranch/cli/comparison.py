@@ -168,7 +168,7 @@ def _shape(plan: Plan) -> str:
     if recomputing:
         parts.append("recompute" if recomputing == len(stages) else f"{recomputing} recompute")
     sums = plan.figures.exposed_sums or 0.0
-    waits = [f"bubble with {sums:.1%} of summing gradients"] if sums >= 0.0005 else []
+    waits = [f"bubble with {sums:.1%} summing gradients"] if sums >= 0.0005 else []
     return ", ".join([*parts, plan.schedule, *waits])
 
 

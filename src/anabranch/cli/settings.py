@@ -139,6 +139,7 @@ class TrainedModelSettings(ModelSettings):
     """As ``ModelSettings``, of a model that runs here.
 
     Attributes:
+        model: Built-in name, or package.module:function.
         preset: Size of a built-in model; small runs on any CPU.
     """
 

@@ -12,6 +12,7 @@ can be cut like any batch, and brings them back when the module is called::
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,21 @@ def call_module(module: nn.Module, batch: Any, *, traced: bool = False) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def unfit_arguments(module: nn.Module, batch: Any) -> str:
+    """Say how a batch differs from the arguments of a module's forward; empty if it does not."""
+    if isinstance(batch, PackedBatch):
+        return ""
+    named = batch if isinstance(batch, Mapping) else {}
+    listed = () if named else batch if isinstance(batch, list | tuple) else (batch,)
+    takes = inspect.signature(module.forward)
+    try:
+        takes.bind(*listed, **named)
+    except TypeError as error:
+        has = ", ".join(named) or f"{len(listed)} without names"
+        return f"its forward takes {', '.join(takes.parameters)}, the example has {has}: {error}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from anabranch.data.packed import call_module
+from anabranch.data.packed import call_module, unfit_arguments
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph import tracing
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.custom_functions import operator_of
 from anabranch.graph.empty_selections import EmptySelections
-from anabranch.graph.module_state import with_attributes, without_keeping
+from anabranch.graph.module_state import layer_dropout, with_attributes, without_keeping
 from anabranch.graph.returned_loss import fields_of, is_fraction, scalars
 from anabranch.graph.tracing import user_frame, user_line
 
@@ -334,13 +334,6 @@ def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None
         yield
 
 
-def _layer_dropout(module: nn.Module) -> str:
-    """Return the option by which a module, or its configuration, leaves out layers at random."""
-    owners = [owner for part in module.modules() for owner in (part, getattr(part, "config", None))]
-    options = (option for owner in owners for option in getattr(owner, "__dict__", {}).items())
-    return next((name for name, value in options if name.endswith("layerdrop") and value), "")
-
-
 def _explained(
     module: ReturnsLoss, leaves: list[torch.Tensor], error: Exception, works_with: int | None
 ) -> CaptureError:
@@ -352,7 +345,7 @@ def _explained(
             "as many: compute the mask once, name it, and choose by it in both places"
         )
     elif "DataDependent" in kind or "data-dependent" in text:
-        option = _layer_dropout(module)
+        option = layer_dropout(module)
         counts = any(getattr(part, "momentum", 0) is None for part in module.modules())
         why = (
             f"{where} needs the value of a tensor in Python, as a branch or a number that depends "
@@ -381,6 +374,8 @@ def _explained(
             "arguments; take an operation whose result has one size, such as a mask in place of a "
             "choice of entries"
         )
+    elif kind == "TypeError" and not why:
+        why = unfit_arguments(module.module, module._rebuild(leaves))
     if why:
         return CaptureError(f"{name} cannot be captured: {why} ({kind})")
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"

@@ -127,3 +127,10 @@ def copied(
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             twins[tensor] = twin
     return copy.deepcopy(module, {id(tensor): twin for tensor, twin in twins.items()})
+
+
+def layer_dropout(module: nn.Module) -> str:
+    """Return the option by which a module, or its configuration, leaves out layers at random."""
+    owners = [owner for part in module.modules() for owner in (part, getattr(part, "config", None))]
+    options = (option for owner in owners for option in getattr(owner, "__dict__", {}).items())
+    return next((name for name, value in options if name.endswith("layerdrop") and value), "")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
+from anabranch.plans.plan import ModelSize
 from anabranch.record import save_run
 from tests.record.test_figures import ORDER, STEPS
 
@@ -39,6 +40,21 @@ def test_runs_without_a_flush_too(run, document, tmp_path: Path):
     save_run(other, tmp_path / "three")
     code, _, err = run("report", "one", "--against", "three", "-o", "none.html")
     assert (code, "three is a run of another" in " ".join(err.split())) == (2, True)
+
+
+def test_a_run_by_a_profile_file_is_laid_over_one_of_the_model(run, tmp_path: Path):
+    """Its plan has the name of the file, so the sizes of both models are compared."""
+    by_file = replace(STEPS.plan, model="mymodel.json", model_size=ModelSize(100, 7))
+    for name, plan in (
+        ("file", by_file),
+        ("same", replace(by_file, model="mymodel:workload", model_size=ModelSize(100, 8))),
+        ("other", replace(by_file, model="mymodel:workload", model_size=ModelSize(104, 7))),
+        ("unknown", replace(by_file, model="mymodel:workload", model_size=None)),
+    ):
+        save_run(replace(STEPS, plan=plan), tmp_path / name)
+    codes = [run("report", "file", "--against", b)[0] for b in ("same", "other", "unknown")]
+    assert codes == [0, 2, 2]
+    assert run("report", "same", "--against", "file")[0] == 0
 
 
 def headline(page: Path) -> str:

@@ -15,6 +15,21 @@ def test_verify_is_bitwise(document):
 
 
 @pytest.mark.dist
+def test_verify_explains_the_words_of_its_plan(run):
+    """As plan and train do."""
+    code, out, _ = run("verify", TOWERS, "--devices", "2", "--batch-size", "8")
+    assert code == 0
+    assert "in flight: micro-batches between forward and backward in a stage" in out
+
+
+@pytest.mark.parametrize("verb", ["verify", "doctor"])
+def test_help_offers_no_profile_file_where_the_model_itself_is_needed(verb, run):
+    code, out, _ = run(verb, "--help")
+    assert (code, "package.module:function. " in " ".join(out.split())) == (0, True)
+    assert "profile file. " not in " ".join(out.split())
+
+
+@pytest.mark.dist
 def test_verify_compares_a_rewritten_model_with_the_one_as_written(document):
     """Slices have the gradients of their parts of the module's parameters, to rounding."""
     sizes = [f"-o{size}" for size in ("branches=2", "layers=1", "top_layers=1", "width=8")]

@@ -39,6 +39,7 @@ def verify(
             any plan, so that a model can be compared with itself as captured on one device. stage:
             as training draws them, which one process cannot.
     """
+    from anabranch.schedule import glossary
     from anabranch.verification import verify as compare
 
     source = model.source
@@ -68,6 +69,7 @@ def verify(
         }
     )
     say(plan.summary())
+    say(glossary(plan))
     say(result.summary())
     if plan.precision != "fp32":
         say("compared in fp32, as train does before its first step")
