@@ -78,17 +78,6 @@ def test_says_when_the_budget_is_used_up():
         Dapple(budget=50)(cost, batch_size=256)
 
 
-def test_a_search_that_ends_early_keeps_what_it_has():
-    """Fewer plans priced than all micro-batch sizes take: the proposals of some of them."""
-    cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
-    everything, some = (
-        {graph.stages[0].microbatch_size for graph in Dapple(budget=budget)(cost, batch_size=256)}
-        for budget in (100_000, 3_000)
-    )
-    assert some
-    assert some < everything
-
-
 def test_branches_are_put_in_a_row():
     """Two towers of the model one after the other: stage edges run in a row, values skip."""
     cost = CostModel(shapes.mmt(branches=2, parts=1), Cluster.preset("dapple-b:6"))

@@ -84,9 +84,10 @@ class Machines:
         places: all places so far, by number; place 0 has no devices.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, policies: tuple[Policy, ...] = POLICIES) -> None:
         self.cluster = cluster
         self.size = cluster.group_sizes[0]
+        self._policies = policies
         self._number: dict[Place, int] = {}
         self._levels: list[int] = []
         self.places: list[Place] = []
@@ -117,7 +118,7 @@ class Machines:
         taken = dict.fromkeys(
             policy(used, self.size, wanted)
             for wanted in range(1, self.cluster.num_devices - sum(used))
-            for policy in POLICIES
+            for policy in self._policies
         )
         return np.array([self._step(used, place) for place in taken], np.int64).reshape(-1, 4)
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
-from anabranch.planner.dapple.placement import Machines
+from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
 from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.toolkit.assemble import stage_graph
@@ -21,9 +20,23 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph
 
-NEAR = 1.5
-"""Factor of the least known L up to which plans are proposed and other sizes searched. With 1.2 a
-plan for candle-uno on 32 devices takes a fourth longer."""
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Factors of the least known L beyond which parts of the search are skipped.
+
+    Attributes:
+        proposed: micro-batch sizes with proposals.
+        placed: micro-batch sizes whose placements are searched.
+        runner_up: plans of a micro-batch size, over its plan that fills one machine after another.
+    """
+
+    proposed: float = 1.2
+    placed: float = 1.1
+    runner_up: float = 1.1
+
+
+THRESHOLDS = Thresholds()
 
 
 @dataclass(frozen=True)
@@ -34,10 +47,9 @@ class Dapple:
     Attributes:
         overlap_allreduce: price only the part of a stage's all-reduce after its backward.
         max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
-        width: plans to keep per cut, devices in use and ranking; the paper keeps one per state.
-            None: all, which finds the least L for certain and takes exponential time.
-        budget: plans that may be priced. A million take about a second. A search that has plans by
-            then, those of other micro-batch sizes, ends with those.
+        width: plans to keep per state and ranking; the paper keeps one. None: all, which finds the
+            least L for certain and takes exponential time.
+        budget: plans that may be priced. A million take about a quarter of a second.
     """
 
     overlap_allreduce: bool = False
@@ -58,7 +70,7 @@ class Dapple:
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
-            BudgetError: if nothing was found in ``budget``.
+            BudgetError: if more plans than ``budget`` would be priced.
         """
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, chained=True, any_degree=True
@@ -66,32 +78,42 @@ class Dapple:
         return explained(problem, self._proposals(problem))
 
     def _proposals(self, problem: Problem) -> Iterator[StageGraph]:
-        machines = Machines(problem.cost.cluster)
+        cluster = problem.cost.cluster
+        machines, in_rows = Machines(cluster), Machines(cluster, (append_first,))
         budget = Budget(
             "dapple",
             self.budget,
             "raise its option budget, lower width, give one micro-batch size, or capture the model "
             "in coarser operators",
         )
+
+        def search(tables: RunTables, machines: Machines, limit_s: float) -> list[ChainPlan]:
+            recursion = PlacementSearch(tables, machines, budget, width=self.width, limit_s=limit_s)
+            return recursion.run()
+
+        prices = [problem.prices(size) for size in problem.sizes]
         tables = [
-            RunTables(problem.row, prices, self.overlap_allreduce)
-            for prices in map(problem.prices, problem.sizes)
-            if prices.degrees
+            RunTables(problem.row, size_prices, self.overlap_allreduce)
+            for size_prices in prices
+            if size_prices.degrees
         ]
-        limit_s, known = float("inf"), list[tuple[list[ChainPlan], RunTables]]()
+        best_s, known = float("inf"), []
+        # Machines filled up in turn are quickly searched, and all there is if there is one machine,
+        # or one device in each.
         for table in sorted(tables, key=lambda table: table.least_s):
-            search = PlacementSearch(table, machines, budget, width=self.width, limit_s=limit_s)
-            try:
-                chains = search.run()
-            except BudgetError:
-                if known:
-                    break
-                raise
+            chains = search(table, in_rows, THRESHOLDS.proposed * best_s)
             if chains:
                 known.append((chains, table))
-                limit_s = min(limit_s, NEAR * chains[0].latency_s)
+                best_s = min(best_s, chains[0].latency_s)
         for chains, table in sorted(known, key=lambda entry: entry[0][0].latency_s):
-            for chain in chains:
+            least_s = chains[0].latency_s
+            near = least_s <= THRESHOLDS.placed * best_s
+            if 1 < machines.size < cluster.num_devices and near:
+                yield placed(table, chains[0])
+                chains += search(table, machines, least_s)
+                best_s = min(best_s, *(chain.latency_s for chain in chains))
+            limit_s = min(THRESHOLDS.runner_up * least_s, THRESHOLDS.proposed * best_s)
+            for chain in sorted(chains, key=lambda chain: chain.latency_s):
                 if chain.latency_s <= limit_s:
                     yield placed(table, chain)
 

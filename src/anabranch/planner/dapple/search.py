@@ -8,10 +8,11 @@ split, because Algorithm 1 finds the pivot from the back and memory depends on w
 A state is the devices in use per machine, sorted, and the cut i; its ``T_PL`` is L with the first i
 operators on all other devices. The best T_PL of all states is the plan.
 
-L is no sum, so the best T_PL of a state need not lead to the best plan, and the paper keeps one per
-state. Here several suffixes are kept per cut and number of devices in use: ``width`` with the least
-T_PL, ``width`` with the least estimate of what they can become part of (the rest shared out evenly,
-nothing of it reduced), and one of the fewest stages, which leaves most memory.
+L is no sum, so the best T_PL of a state need not lead to the best plan. A state keeps several
+suffixes: ``width`` with the least T_PL, as in the paper, ``width`` with the least estimate of what
+they can become part of (the rest shared out evenly, nothing of it reduced), and one of the fewest
+stages, which leaves most memory. Of the states with equally many devices in use together,
+``BREADTH`` times as many are kept per cut.
 
 Suffixes that cannot beat the best plan are dropped, by the two lower bounds of ``dapple.objective``
 with the work that is left shared out evenly over the devices that are left. So with all suffixes
@@ -20,7 +21,6 @@ kept the plan has the least L of all that the policies lead to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,23 +34,27 @@ from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepe
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.tables import Runs, RunTables
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.prices import HIDING, ROUNDING
+from anabranch.planner.toolkit.prices import ROUNDING
 
-AT_ONCE = 100_000
-"""Suffixes that are added before the best of them are chosen; each takes 144 bytes."""
+BREADTH = 4
+"""Of all states with as many devices in use, this many times as many suffixes are kept per cut as
+of one state: how the machines are filled matters less than how many devices are left."""
+
+CHUNK = 50_000
+"""Suffixes that wait for a choice of the best, about; each takes 152 bytes."""
 
 Labels = Any
 """A ``numpy.recarray`` of suffixes: fields of ``LABEL`` and of ``Suffix`` as attributes."""
 
-# The state and its devices in use; the operators before the cut; how many stages there are, and
-# number of the first one's place; the state before it was added, which suffix of those with as many
-# devices in use it was added to, and by which step of that state.
+# The state; the operators before the cut; how many stages there are, and number of the first one's
+# place; the state before it was added, which suffix of those with as many devices in use it was
+# added to, and by which step of that state.
 #
-# Bytes of one micro-batch that they read from before, and of gradients that they send back; T_PL, L
-# with all that comes before as one stage on all other devices; an estimate of the best L that they
-# can be part of, and a lower bound on it.
-_NUMBERS = ("state", "used", "start", "stages", "place", "source", "parent", "step")
-_FIGURES = ("entering", "gradients", "closed_s", "hoped_s", "least_s", *Suffix._fields)
+# Bytes of one micro-batch that they read from before, and of gradients that they send back; F + B
+# of the slowest stage or transfer; T_PL, L with all that comes before as one stage on all other
+# devices; an estimate of the best L that they can be part of, and a lower bound on it.
+_NUMBERS = ("state", "start", "stages", "place", "source", "parent", "step")
+_FIGURES = ("entering", "gradients", "peak_s", "closed_s", "hoped_s", "least_s", *Suffix._fields)
 LABEL = np.dtype([*((name, np.int64) for name in _NUMBERS), *((name, float) for name in _FIGURES)])
 
 
@@ -72,7 +76,7 @@ class PlacementSearch:
     """The recursion for one micro-batch size.
 
     Args:
-        width: suffixes to keep per cut, devices in use and ranking. None: all.
+        width: suffixes to keep per state and ranking. None: all.
         limit_s: plans of a greater L are not wanted.
     """
 
@@ -93,7 +97,9 @@ class PlacementSearch:
         self._devices = machines.cluster.num_devices
         self._links = links(machines.cluster)
         # By devices in use.
-        self._settled: list[Labels] = []
+        self._pending: list[list[Labels]] = [[] for _ in range(self._devices)]
+        self._settled: dict[int, Labels] = {}
+        self._added: Labels = np.empty(CHUNK + len(tables.row), LABEL).view(np.recarray)
         # By number of stages behind the one on all other devices.
         self._best: Labels = np.zeros(self._devices, LABEL).view(np.recarray)
 
@@ -105,49 +111,56 @@ class PlacementSearch:
         for name, value in zip(Suffix._fields, NOTHING, strict=True):
             start[name] = value
         self._limit_s = min(self._limit_s, float(start.closed_s[0]))
+        self._pending[0] = [start]
         self._best.closed_s = np.inf
         self._best[0] = start[0]
-        waiting = start
-        for in_use in range(self._devices):
-            self._settled.append(waiting[waiting.used == in_use])
-            waiting = waiting[waiting.used > in_use]
-            for added in self._extended(self._settled[in_use]):
-                waiting = self._selected(np.concatenate([waiting, added]).view(np.recarray))
+        for in_use, pending in enumerate(self._pending):
+            if pending:
+                self._settled[in_use] = self._settle(np.concatenate(pending).view(np.recarray))
+                pending.clear()
+                if len(self._settled[in_use]):
+                    self._extend(self._settled[in_use])
         order = np.argsort(self._best.closed_s, kind="stable")
         return [self._chain(k) for k in order if self._best.closed_s[k] < np.inf]
 
-    def _selected(self, labels: Labels) -> Labels:
-        """Select the suffixes that may be extended."""
+    def _settle(self, labels: Labels) -> Labels:
+        """Select the suffixes to extend among those with equally many devices, sorted by state."""
         labels = labels[labels.least_s <= self._limit_s * ROUNDING]
-        if self._width is None:
-            return labels
-        groups = labels.used * len(self._tables.row) + labels.start
-        return best_of_groups(labels, groups, self._width)
+        if self._width is not None:
+            labels = best_of_groups(labels, self._groups(labels), self._width)
+            labels = best_of_groups(labels, labels.start, BREADTH * self._width)
+        return labels[np.argsort(labels.state, kind="stable")]
 
-    def _extended(self, behind: Labels) -> Iterator[Labels]:
+    def _groups(self, labels: Labels) -> Ints:
+        """Number the states and cuts of suffixes."""
+        state = labels.state
+        number = np.cumsum(np.bincount(state) > 0) - 1
+        groups: Ints = number[state] * len(self._tables.row) + labels.start
+        return groups
+
+    def _extend(self, behind: Labels) -> None:
         """Add a stage in front of these suffixes in all ways, some at a time."""
-        steps = [self._machines.steps(state) for state in behind.state.tolist()]
-        ways = [(parent, way) for parent, some in enumerate(steps) for way in range(len(some))]
+        states, first = np.unique(behind.state, return_index=True)
+        steps = [self._machines.steps(state) for state in states.tolist()]
+        ends = np.cumsum([0, *map(len, steps)])
+        parts = np.stack([first, [*first[1:], len(behind)], ends[:-1], ends[1:]], axis=1)
         places, levels = self._machines.table()
-        at_once = -(-AT_ONCE // len(self._tables.row))
-        added: Labels = np.empty(at_once * len(self._tables.row), LABEL).view(np.recarray)
-        for first in range(0, len(ways), at_once):
-            some = ways[first : first + at_once]
-            self._limit_s, kept, priced = extend(
-                behind,
-                np.array(some),
-                np.array([steps[parent][way] for parent, way in some]),
-                places,
-                levels,
-                self._links,
-                self._tables.runs,
-                self._tables.prices.num_microbatches,
-                self._best,
-                added,
-                self._limit_s,
+        counts = places.sum(axis=1)
+        added, at, tables = self._added, np.zeros(4, np.int64), self._tables
+        where = parts, np.concatenate(steps), places, counts, levels, self._links
+        while at[0] < len(parts):
+            at[2:] = 0
+            self._limit_s = extend(
+                *(behind, *where, tables.runs, self._best, added, at),
+                *(tables.prices.num_microbatches, self._limit_s),
             )
-            self._budget.spend(priced)
-            yield added[:kept]
+            self._budget.spend(int(at[3]))
+            labels: Labels = added[: at[2]]
+            if self._width is not None:
+                labels = best_of_groups(labels, self._groups(labels), self._width)
+            in_use = counts[labels.state]
+            for number in np.unique(in_use).tolist():
+                self._pending[number].append(labels[in_use == number])
 
     def _data_parallel_s(self) -> float:
         """Return L of one stage on all devices; infinite if it does not fit."""
@@ -179,15 +192,43 @@ def best_of_groups(labels: Labels, group: Ints, width: int) -> Labels:
 
     Ties go to the first; the order is kept.
     """
-    kept = np.zeros(len(labels), dtype=bool)
-    closed, hoped = labels.closed_s, labels.hoped_s
-    rankings = (closed, hoped, width), (hoped, closed, width), (labels.stages, hoped, 1)
-    for key, second, most in rankings:
-        order = np.lexsort((second, key, group))
-        ordered, is_best = group[order], np.ones(len(order), dtype=bool)
-        is_best[most:] = ordered[most:] != ordered[:-most]
-        kept[order[is_best]] = True
-    return labels[kept]
+    ranked = np.full((int(group.max(initial=0)) + 1, 2 * width + 1), -1)
+    kept = np.zeros(len(labels), np.int64)
+    _rank(np.ascontiguousarray(labels), np.ascontiguousarray(group, np.int64), ranked, kept)
+    return labels[kept > 0]
+
+
+def _key(label: Any, ranking: int) -> tuple[float, float]:
+    if ranking == 0:
+        return label.closed_s, label.hoped_s
+    return (label.hoped_s, label.closed_s) if ranking == 1 else (label.stages, label.hoped_s)
+
+
+@compiled
+def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
+    """Mark the best suffixes; ``ranked`` has those of each group by the three rankings, else -1."""
+    columns = ranked.shape[1]
+    width = columns // 2
+    for i in range(len(labels)):
+        g = group[i]
+        for ranking in range(3):
+            first, end = ranking * width, min((ranking + 1) * width, columns)
+            (first_key, second), at = _key(labels[i], ranking), end
+            while at > first:
+                before = ranked[g, at - 1]
+                if before >= 0:
+                    theirs, then = _key(labels[before], ranking)
+                    if theirs < first_key or (theirs == first_key and then <= second):
+                        break
+                if at < end:
+                    ranked[g, at] = before
+                at -= 1
+            if at < end:
+                ranked[g, at] = i
+    for g in range(len(ranked)):
+        for k in range(columns):
+            if ranked[g, k] >= 0:
+                kept[ranked[g, k]] = 1
 
 
 def _suffix(label: Any) -> Suffix:
@@ -206,84 +247,105 @@ def _linked(
 @compiled
 def extend(
     behind: Labels,
-    ways: Ints,
+    parts: Ints,
     steps: Ints,
     places: Ints,
+    counts: Ints,
     levels: Ints,
     links: Links,
     runs: Runs,
-    num_microbatches: int,
     best: Labels,
     added: Labels,
+    at: Ints,
+    num_microbatches: int,
     limit_s: float,
-) -> tuple[float, int, int]:
-    """Price suffixes with one more stage in front; return the least L so far, and how many suffixes
-    were added and priced.
+) -> float:
+    """Price suffixes with one more stage in front; return the least L so far.
 
     Args:
-        behind: suffixes with as many devices in use.
-        ways: the suffix, and the place of the step among those of its state: [way, :].
-        steps: of each way as ``Machines.steps`` has them.
+        behind: the suffixes, by states.
+        parts: per state its suffixes' first and end, and its steps' first and end.
+        steps: as ``Machines.steps`` has them.
+        counts: per place its devices.
         levels: of ``Machines.table``, as ``places``.
         best: per number of stages behind the closing one the best suffix so far; updated.
         added: gets the suffixes that are not too slow already.
+        at: place in ``parts`` and the pair of suffix and step to go on with when ``added`` is full;
+            how many suffixes were added and priced.
     """
-    steady, count, priced = num_microbatches - 1, 0, 0
-    for n in range(len(ways)):
-        place, taken, rest = steps[n, 1], steps[n, 2], steps[n, 3]
-        degree, free = runs.index_of[places[taken].sum()], places[rest].sum()
-        if degree < 0 or free < runs.degrees[0]:
-            continue
-        closing, closing_hop = runs.index_of[free], hop_price(links, places, rest, place)
-        label = behind[ways[n, 0]]
-        hop = hop_price(links, places, taken, label.place) if label.stages else (0.0, 0.0)
-        suffix = _linked(_suffix(label), label, hop, num_microbatches)
-        for start in range(label.start - 1, max(1, -(-free // runs.degrees[-1])) - 1, -1):
-            forward = runs.forward_s[degree, label.start] - runs.forward_s[degree, start]
-            backward = runs.backward_s[degree, label.start] - runs.backward_s[degree, start]
+    steady = num_microbatches - 1
+    for part in range(at[0], len(parts)):
+        first, count = parts[part, 0], parts[part, 1] - parts[part, 0]
+        for pair in range(at[1], count * (parts[part, 3] - parts[part, 2])):
+            if at[2] + len(runs.work_s) > len(added):
+                at[0], at[1] = part, pair
+                return limit_s
+            parent, way = pair % count, pair // count
+            step = parts[part, 2] + way
+            place, taken, rest = steps[step, 1], steps[step, 2], steps[step, 3]
+            degree, free, label = runs.index_of[counts[taken]], counts[rest], behind[first + parent]
+            if degree < 0 or free < runs.degrees[0]:
+                continue
+            hop = hop_price(links, places, taken, label.place) if label.stages else (0.0, 0.0)
+            suffix = _linked(_suffix(label), label, hop, num_microbatches)
+            link_s = transfer_s(label.entering, *hop) + transfer_s(label.gradients, *hop)
+            peak_s = max(label.peak_s, link_s)
             # Neither the stage nor the average of those to come takes longer than a period of the
             # best plan.
             period_s = limit_s * ROUNDING / num_microbatches
-            if forward + backward > period_s:
-                break
-            average_s = runs.work_s[start] / free
-            if average_s > period_s:
+            if peak_s > period_s:
                 continue
-            priced += 1
-            if runs.headroom[degree, start, label.start] < label.stages:
-                continue
-            ring_s = runs.rings_s[levels[taken], degree, start, label.start]
-            grown = prepended(suffix, forward, backward, ring_s, num_microbatches)
-            row = added[count]
-            row.state, row.used = steps[n, 0], len(runs.index_of) - 1 - free
-            row.start, row.stages, row.place = start, label.stages + 1, place
-            row.source, row.parent, row.step = label.state, ways[n, 0], ways[n, 1]
-            row.entering = runs.entering[start, label.start]
-            row.gradients = runs.gradients[start, label.start]
-            row.pivot_s, row.between_s = grown.pivot_s, grown.between_s
-            row.warm_s, row.back_s = grown.warm_s, grown.back_s
-            row.ending_s, row.behind_s = grown.ending_s, grown.behind_s
-            row.closed_s = np.inf
-            if closing >= 0 and runs.headroom[closing, 0, start] > label.stages:
-                whole = prepended(
-                    _linked(grown, row, closing_hop, num_microbatches),
-                    runs.forward_s[closing, start],
-                    runs.backward_s[closing, start],
-                    runs.rings_s[levels[rest], closing, 0, start],
-                    num_microbatches,
+            closing, closing_hop = runs.index_of[free], hop_price(links, places, rest, place)
+            for start in range(label.start - 1, max(1, -(-free // runs.degrees[-1])) - 1, -1):
+                forward = runs.forward_s[degree, label.start] - runs.forward_s[degree, start]
+                backward = runs.backward_s[degree, label.start] - runs.backward_s[degree, start]
+                if forward + backward > period_s:
+                    break
+                average_s = runs.work_s[start] / free
+                if average_s > period_s:
+                    continue
+                at[3] += 1
+                if runs.headroom[degree, start, label.start] < label.stages:
+                    continue
+                ring_s = runs.rings_s[levels[taken], degree, start, label.start]
+                grown = prepended(suffix, forward, backward, ring_s, num_microbatches)
+                row = added[at[2]]
+                row.state, row.start, row.stages = steps[step, 0], start, label.stages + 1
+                row.place, row.source = place, label.state
+                row.parent, row.step = first + parent, way
+                row.entering = runs.entering[start, label.start]
+                row.gradients = runs.gradients[start, label.start]
+                row.peak_s = max(peak_s, forward + backward)
+                row.pivot_s, row.between_s = grown.pivot_s, grown.between_s
+                row.warm_s, row.back_s = grown.warm_s, grown.back_s
+                row.ending_s, row.behind_s = grown.ending_s, grown.behind_s
+                row.closed_s = np.inf
+                if closing >= 0 and runs.headroom[closing, 0, start] > label.stages:
+                    whole = prepended(
+                        _linked(grown, row, closing_hop, num_microbatches),
+                        runs.forward_s[closing, start],
+                        runs.backward_s[closing, start],
+                        runs.rings_s[levels[rest], closing, 0, start],
+                        num_microbatches,
+                    )
+                    row.closed_s = latency_s(whole, num_microbatches)
+                    if row.closed_s < best[row.stages].closed_s:
+                        best[row.stages] = row
+                        limit_s = min(limit_s, row.closed_s)
+                steady_s = steady * grown.pivot_s
+                row.least_s = max(
+                    num_microbatches * max(row.peak_s, average_s), steady_s + grown.between_s
                 )
-                row.closed_s = latency_s(whole, num_microbatches)
-                if row.closed_s < best[row.stages].closed_s:
-                    best[row.stages] = row
-                    limit_s = min(limit_s, row.closed_s)
-            # The rest on average, with a backward that takes its usual share.
-            back_s, steady_s = HIDING * average_s, steady * grown.pivot_s
-            row.least_s = max(num_microbatches * average_s, steady_s + grown.between_s)
-            if steady * average_s > steady_s + grown.between_s:
-                hoped_s = steady * average_s + max(grown.behind_s, back_s)
-            else:
-                hoped_s = grown.warm_s + steady_s + max(grown.ending_s, grown.back_s + back_s)
-            row.hoped_s = max(row.least_s, hoped_s + average_s - back_s)
-            if row.least_s <= limit_s * ROUNDING:
-                count += 1
-    return limit_s, count, priced
+                left_s = runs.least_both_s[free, start]
+                left_back_s = runs.least_backward_s[free, start]
+                if steady * average_s > steady_s + grown.between_s:
+                    hoped_s = steady * average_s + max(grown.behind_s, left_back_s)
+                else:
+                    ending_s = max(grown.ending_s, grown.back_s + left_back_s)
+                    hoped_s = grown.warm_s + steady_s + ending_s
+                row.hoped_s = max(row.least_s, hoped_s + left_s - left_back_s)
+                if row.least_s <= limit_s * ROUNDING:
+                    at[2] += 1
+        at[1] = 0
+    at[0] = len(parts)
+    return limit_s

@@ -26,6 +26,8 @@ class Runs(NamedTuple):
         backward_s: [degree, cut] seconds of their backwards.
         work_s: [cut] device-seconds of all operators before the cut, whatever the replicas, at
             least.
+        least_both_s, least_backward_s: [devices, cut] their seconds for one micro-batch, at least,
+            on so many devices.
         headroom: [degree, i, j] the largest height at which the run fits; -1 for none.
         entering: [i, j] bytes of one micro-batch that the run reads from earlier operators.
         gradients: [i, j] bytes of gradients that it sends back to them.
@@ -38,6 +40,8 @@ class Runs(NamedTuple):
     forward_s: Floats
     backward_s: Floats
     work_s: Floats
+    least_both_s: Floats
+    least_backward_s: Floats
     headroom: Ints
     entering: Floats
     gradients: Floats
@@ -73,13 +77,19 @@ class RunTables:
         forward_s, backward_s = np.stack(
             [self.row.seconds(prices.samples(degree)) for degree in prices.degrees], axis=1
         )
-        work_s = (np.diff(forward_s + backward_s) * degrees[:, None]).min(axis=0)
+        both_s = forward_s + backward_s
+
+        def least(seconds: Floats) -> Floats:
+            return _sums(np.minimum.accumulate(np.diff(seconds), axis=0))[np.maximum(at, 0)]
+
         return Runs(
             degrees,
             np.where(degrees[at] == devices, at, -1),
             forward_s,
             backward_s,
-            np.insert(np.cumsum(work_s), 0, 0.0),
+            _sums((np.diff(both_s) * degrees[:, None]).min(axis=0)),
+            least(both_s),
+            least(backward_s),
             prices.headroom(weights, degrees[:, None, None]),
             weights.border.entering.at(prices.microbatch_size),
             weights.border.leaving_gradients.at(prices.microbatch_size),
@@ -105,3 +115,9 @@ class RunTables:
         late = reduced * per_byte - (before_last[None, :] - done[:, None])
         late[np.tril_indices(len(late))] = -np.inf
         return np.where(reduced > 0, np.maximum.accumulate(late, axis=1) + latency_s, 0.0)
+
+
+def _sums(values: Floats) -> Floats:
+    """Return cumulative sums up to every cut."""
+    sums: Floats = np.insert(np.cumsum(values, axis=-1), 0, 0.0, axis=-1)
+    return sums
