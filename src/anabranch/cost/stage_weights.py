@@ -116,7 +116,7 @@ class Held(NamedTuple, Generic[Bytes]):
 
     @property
     def gradient(self) -> Bytes:
-        """Bytes of gradients of a batch."""
+        """Bytes of gradients in memory; of tables, rows of a batch."""
         gradient: Bytes = self.trainable - self.tables + self.rows  # type: ignore[operator]
         return gradient
 

@@ -102,8 +102,8 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """
     sums = np.array([*accumulate(seconds, initial=0.0)])
     spans = np.where(np.tri(len(sums), dtype=bool), np.inf, sums - sums[:, None])
-    # By where the runs so far end: seconds of the longest of them; per further run where it starts,
-    # of starts that are as good the last.
+    # ``longest``: seconds of the longest run so far, by the end of the last one. ``starts``: best
+    # start of each further run, by its end; the last one of several that are as good.
     longest, starts = spans[0], []
     for _ in range(count - 1):
         slowest = np.maximum(longest[:, None], spans)

@@ -302,9 +302,9 @@ def _stage_seconds(costs: StepCosts, graph: StageGraph, split: bool) -> list[_St
         busy = [final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices]
         ways = {n: seconds[n][0] + back[n] for n in seconds}
         returned = [final * ways[n] + ways[z] for n, z in slices]
-        each = [(seconds[n][0], back[n], seconds[n][1] - back[n]) for n in seconds if n]
+        passes = [(seconds[n][0], back[n], seconds[n][1] - back[n]) for n in seconds if n]
         most, least = (max(busy), max(returned)), (min(busy), min(returned))
-        first, last, rest = map(min, zip(*each, strict=True))
+        first, last, rest = map(min, zip(*passes, strict=True))
         samples = {z for _, z in slices}
         result.append(_StageSeconds(*most, *least, first, last, rest, samples))
     return result
