@@ -77,7 +77,7 @@ class DownsetPrices:
         }
 
     def fewest_devices(self, space: DownsetPairs, bound_s: float) -> Ints:
-        """Return, per pair, the fewest devices that keep to the bound; ``NEVER`` if no number does."""
+        """Return the fewest devices per pair within the bound; ``NEVER`` if no number is."""
         result = np.full(len(space.pairs), NEVER, dtype=np.int32)
         for replicas in reversed(self.prices.degrees):
             least = self.downsets.sums(self._least_s[replicas])
