@@ -1,18 +1,40 @@
 """The benchmark of memory: predicted peaks, and the table of shared optimizer state."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+import anabranch
+from anabranch.profile.profile import Profile
 from benchmarks.memory import __main__ as peaks
 from benchmarks.memory import sharded
 from benchmarks.memory.sharded import compared, show
 from tests.benchmarks.small import small_two_branch
 from tests.calibration.examples import cluster
 
+measure = anabranch.measure
+
+
+def measured_with_seconds_of_bytes(*arguments: Any, **options: Any) -> Profile:
+    """Return a profile with measured memory, in which each kept byte takes a nanosecond."""
+    profile = measure(*arguments, **options)
+    costs = []
+    for cost in profile.costs:
+        seconds = tuple(cost.kept_bytes * n * 1e-9 for n in profile.samples)
+        costs.append(replace(cost, forward_s=seconds, backward_s=seconds, weight_s=()))
+    return replace(profile, costs=tuple(costs))
+
 
 @pytest.mark.dist
 def test_peaks_are_measured_and_shown(monkeypatch, capsys):
-    """One model on two ranks, as pipeline and as data parallelism; all are near predictions."""
+    """One model on two ranks, as pipeline and as data parallelism; all are near predictions.
+
+    Operators take seconds by the bytes they keep, so that a busy machine does not move the stages:
+    of a stage with the small head alone, the messages on their way count a third in a prediction.
+    """
     monkeypatch.setattr(peaks, "build", small_two_branch)
+    monkeypatch.setattr(anabranch, "measure", measured_with_seconds_of_bytes)
     monkeypatch.setattr("sys.argv", ["memory", "--models", "two-branch", "--ranks", "2"])
     peaks.main()
     shown = capsys.readouterr().out
