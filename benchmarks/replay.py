@@ -20,8 +20,8 @@ from torch import Tensor
 
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.capture import Captured, capture
+from anabranch.graph.cutting.split import Port, Split, split
 from anabranch.graph.opgraph import Granularity
-from anabranch.graph.split import Port, Split, split
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.requirements import fitting, require_untied
 from anabranch.runtime.asynchronous.versions import VersionedWeights

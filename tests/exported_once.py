@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.graph import exporter
-from anabranch.graph.attributes_read import AttributesRead
-from anabranch.graph.export import ReturnsLoss
 from anabranch.graph.module_state import with_attributes
+from anabranch.graph.tracing.attributes_read import AttributesRead
+from anabranch.graph.tracing.export import ReturnsLoss
+from anabranch.graph.tracing import exporter
 
 _SOURCES = {"anabranch", "benchmarks", "builtins", "tests", "torch", "transformers"}
 """Packages of classes that no test writes; a model in a file of a test's own may read anything."""
@@ -97,7 +97,7 @@ def _without_recorders(wrapped: ReturnsLoss) -> Iterator[tuple[nn.Module, str, A
 def _export_once(
     wrapped: ReturnsLoss, leaves: list[torch.Tensor], reads: AttributesRead, **options: Any
 ) -> torch.export.ExportedProgram:
-    is_own = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/graph/test_export")
+    is_own = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/graph/tracing/test_export")
     key = None if is_own else _key(wrapped, leaves, options)
     if key is None:
         return _export(wrapped, leaves, reads, **options)

@@ -85,7 +85,7 @@ def test_schedules_on_small_models(name: str) -> None:
 @pytest.mark.parametrize("name", [*BUILT_IN, "EmbeddingBags"])
 def test_models_of_others_and_built_in_ones(name: str) -> None:
     """Two micro-batches; the built-in models on real data differ in their data only. GPT2 and Bert
-    are chains as the transformer is, T5 is cut in ``tests/graph/test_split.py``;
+    are chains as the transformer is, T5 is cut in ``tests/graph/cutting/test_split.py``;
     ``tests/test_losses.py`` has losses that no micro-batch has by itself, and labels that are
     ignored.
     """

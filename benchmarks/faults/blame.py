@@ -29,9 +29,9 @@ from anabranch.errors import StageFailedError
 from anabranch.models import build
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.stage_compute import StageCompute
-from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.plan_parts import prepare
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.state.model_state import ModelState
 from anabranch.training import train
 from anabranch.workload import Batch, Workload
 

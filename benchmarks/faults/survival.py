@@ -27,7 +27,7 @@ from anabranch.cli.training_settings import TrainingSettings
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
+from anabranch.runtime.state.spare_copies import Moment, SpareCopies, Survival
 from anabranch.training import Event, StepEvent, train
 from anabranch.training.reporter import Reporter
 from anabranch.workload import Batch

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 import anabranch
-from anabranch.runtime import mesh
+from anabranch.runtime.ranks import mesh
 from anabranch.verification import even_plan
 from benchmarks.gpu import subject
 from benchmarks.gpu.case import Case, Row, first_gpu

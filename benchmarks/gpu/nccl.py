@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime import mesh
+from anabranch.runtime.ranks import mesh
 from benchmarks.gpu import shared_gpu
 from benchmarks.gpu.case import Case, Row, first_gpu
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.models import build
-from anabranch.runtime import texts
+from anabranch.runtime.ranks import texts
 from benchmarks.gpu.case import Case, Row
 from benchmarks.runtime import ours
 from benchmarks.runtime.race import Side, Step, medians, rank_times, slowest

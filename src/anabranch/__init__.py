@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
     from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
     from anabranch.runtime.measurement.workload import measure_workload as measure_workload
-    from anabranch.runtime.muon import MuonAdam as MuonAdam
     from anabranch.runtime.pipeline import Pipeline as Pipeline
+    from anabranch.runtime.state.muon import MuonAdam as MuonAdam
     from anabranch.solve import compare as compare
     from anabranch.solve import explain as explain
     from anabranch.solve import plan as plan

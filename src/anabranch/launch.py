@@ -41,8 +41,8 @@ from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch
 from anabranch.runtime.guards.interrupt import handling
 from anabranch.runtime.guards.position import describe_position, waits
 from anabranch.runtime.guards.timeouts import TIMEOUTS
-from anabranch.runtime.local_rank import RankTask, run_rank
-from anabranch.runtime.spare_copies import Recoveries, Survival
+from anabranch.runtime.ranks.local_rank import RankTask, run_rank
+from anabranch.runtime.state.spare_copies import Recoveries, Survival
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess

@@ -14,7 +14,7 @@ from anabranch.checkpoint.writing import Target
 from anabranch.cli.restarts import left_of, restarted, surviving, train_with_restarts
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import DataError, LoaderError, StageFailedError, TrainingError
-from anabranch.runtime.spare_copies import Moment
+from anabranch.runtime.state.spare_copies import Moment
 from tests.record.test_folder import PLAN
 
 

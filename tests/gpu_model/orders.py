@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.runtime.collectives import DeviceSums, Pending
-from anabranch.runtime.process_groups import blocks_of
+from anabranch.runtime.ranks.collectives import DeviceSums, Pending
+from anabranch.runtime.ranks.process_groups import blocks_of
 from anabranch.runtime.transport import Channel, NcclTransport, Spec
 from anabranch.runtime.transport.handshake import Half, Handshake
 from anabranch.runtime.transport.notices import Notice

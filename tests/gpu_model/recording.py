@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from anabranch.runtime.asynchronous.versions import VersionedWeights
-from anabranch.runtime.collectives import Pending
 from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.data_parallel.updates import Updates
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.ranks.collectives import Pending
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.transport import Receipt, Spec, Transport
 
 Event = tuple[Any, ...]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.runtime.collectives import Pending
+from anabranch.runtime.ranks.collectives import Pending
 from tests.gpu_model.gpu import World
 from tests.gpu_model.orders import CPU, SPECS, Post, Rank
 from tests.gpu_model.recording import Event

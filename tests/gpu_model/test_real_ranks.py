@@ -18,8 +18,8 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.errors import StageFailedError
 from anabranch.plans.plan import Plan
-from anabranch.runtime import mesh as meshes
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.ranks import mesh as meshes
 from anabranch.runtime.transport import NcclTransport
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.small import Built, batch, built, num_ranks, plan, with_programs

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.gradient_order import fold
+from anabranch.graph.cutting.gradient_order import fold
+from anabranch.graph.cutting.split import Port, Split, split
 from anabranch.graph.opgraph import OpGraph
-from anabranch.graph.split import Port, Split, split
 
 
 def random_stages(graph: OpGraph, count: int, seed: int) -> list[list[str]]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
+from anabranch.graph.cutting.split import split
 from anabranch.graph.opgraph import BATCH
-from anabranch.graph.split import split
 from tests.graph.chain import run_stages
 from tests.graph.nets import Anything, Net, batch, one_stage
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from anabranch.graph.call_traits import batch_dim
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.split import split
+from anabranch.graph.cutting.split import split
 from tests.graph.chain import check_split, random_stages
 
 Before = Callable[[Tensor], Tensor]

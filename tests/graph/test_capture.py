@@ -8,7 +8,7 @@ from torch import nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
-from anabranch.graph.split import split
+from anabranch.graph.cutting.split import split
 from tests.graph.chain import check_split, eager, gradient_error, run_stages, taken
 from tests.graph.nets import Net, batch, one_stage, stage_each
 

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 from anabranch.graph.call_traits import SampleAxis
 from anabranch.graph.capture import capture
+from anabranch.graph.cutting.split import split
 from anabranch.graph.opgraph import LookupTable
 from anabranch.graph.opgraph_builder import make_sparse
-from anabranch.graph.split import split
 from tests.captured_models import captured_model
 from tests.graph.chain import run_stages
 from tests.graph.nets import Body, Net, batch, stage_each

@@ -8,7 +8,7 @@ import torch
 from anabranch.errors import DataError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import Fetched
+from anabranch.runtime.ranks.placement import Fetched
 from anabranch.runtime.worker import Worker
 from anabranch.workload import Workload
 from tests.runtime.small import Built, batch, built, plan

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.errors import InvalidPlanError
-from anabranch.graph.exporter import Exporter
+from anabranch.graph.tracing.exporter import Exporter
 from anabranch.runtime.pipeline import Pipeline
 from tests.runtime.small import batch, built, plan
 

@@ -1,6 +1,6 @@
 """When a run is not worth another recovery."""
 
-from anabranch.runtime.spare_copies import Recoveries
+from anabranch.runtime.state.spare_copies import Recoveries
 
 
 def test_a_device_whose_ranks_alone_die_is_left_out():

@@ -19,10 +19,10 @@ from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
-from anabranch.runtime import local_rank
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
+from anabranch.runtime.ranks import local_rank
+from anabranch.runtime.state.spare_copies import Moment, SpareCopies, Survival
 from anabranch.training import Event, SaveEvery, train
 from tests.runtime.small import (
     Batch,

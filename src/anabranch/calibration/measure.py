@@ -20,7 +20,7 @@ from anabranch.calibration.side_by_side import measure_slowdown
 from anabranch.cluster import Calibration, Cluster, Level
 from anabranch.device.host import host
 from anabranch.runtime.measurement.workload import measure_update
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.workload import Workload, adamw
 
 _PEERS = 8

@@ -40,7 +40,7 @@ class Job:
             # whether there is one.
             for name, value in kind_of(device).environment.items():
                 os.environ.setdefault(name, value)
-            from anabranch.runtime.placement import own_device
+            from anabranch.runtime.ranks.placement import own_device
 
             own_device(device)
         self._gpus: int | None = None
@@ -108,7 +108,7 @@ class Job:
             own_cores: plan as if each rank had a core of its own.
             options: further options of ``solve.plan``, such as ``max_replicas``.
         """
-        from anabranch.runtime.optimizer_facts import optimizer_of
+        from anabranch.runtime.state.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
         batch_size = self.batch_size(local)
@@ -144,7 +144,7 @@ class Job:
         """
         if plan.device.split(":")[0] != self.device or plan.machines is None:
             return replace(plan, predicted=None)
-        from anabranch.runtime.optimizer_facts import optimizer_of
+        from anabranch.runtime.state.optimizer_facts import optimizer_of
         from anabranch.solve import foreseen, simulate_async
 
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines

@@ -91,8 +91,8 @@ def require_trainable(
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.data.loaders import Loader
-    from anabranch.runtime.model_state import require_weights
-    from anabranch.runtime.optimizer_facts import refuse_unsupported
+    from anabranch.runtime.state.model_state import require_weights
+    from anabranch.runtime.state.optimizer_facts import refuse_unsupported
     from anabranch.training.course import require_evaluation
     from anabranch.workload import stand_in
 

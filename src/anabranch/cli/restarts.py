@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
-    from anabranch.runtime.spare_copies import Survival
+    from anabranch.runtime.state.spare_copies import Survival
 
 
 def surviving(
@@ -41,7 +41,7 @@ def surviving(
         predicted_s: those of the job's plan.
         record: called with the step and the reason of each recovery, as text.
     """
-    from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
+    from anabranch.runtime.state.spare_copies import Moment, SpareCopies, Survival
 
     def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan, float]:
         nonlocal predicted_s

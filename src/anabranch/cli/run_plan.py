@@ -35,7 +35,7 @@ def run_plan(
 
     Whatever cannot run is refused as early as possible.
     """
-    from anabranch.runtime.optimizer_facts import require_recipe_updates
+    from anabranch.runtime.state.optimizer_facts import require_recipe_updates
 
     is_async = flush.is_async(job.plan)
     name = flush.policy or (job.plan.policy if job.plan is not None else "")

@@ -185,7 +185,7 @@ class ModelSource:
         build: Callable[[], Workload] = partial(self.workload, meta=not _is_here(device))
         if mode == "async" and facts is None:
             from anabranch.runtime.asynchronous.requirements import common_norm_remark
-            from anabranch.runtime.optimizer_facts import optimizer_of
+            from anabranch.runtime.state.optimizer_facts import optimizer_of
 
             workload = build()
             if remark := common_norm_remark(workload):

@@ -33,7 +33,7 @@ def num_ranks() -> int | None:
 def is_restarted() -> bool:
     """True if torchrun has started the ranks again."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from anabranch.runtime.process_groups import join
+        from anabranch.runtime.ranks.process_groups import join
 
         join()  # after which all ranks have the same count
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -71,8 +71,8 @@ def on_first(make: Callable[[], Plan]) -> Plan:
     import torch.distributed as dist
 
     from anabranch.files import plan_from_dict, plan_to_dict
-    from anabranch.runtime import texts
-    from anabranch.runtime.process_groups import join
+    from anabranch.runtime.ranks import texts
+    from anabranch.runtime.ranks.process_groups import join
 
     join()
     plan, failure = None, None

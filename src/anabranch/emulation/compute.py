@@ -15,11 +15,11 @@ from torch import Tensor
 
 from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
-from anabranch.graph.split import Port
-from anabranch.runtime.collectives import Pending
+from anabranch.graph.cutting.split import Port
 from anabranch.runtime.compute.outcome import Key, Outcome
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout, gradient_ports
+from anabranch.runtime.ranks.collectives import Pending
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.schedule.schedule import Kind
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.sums import gradient_marks

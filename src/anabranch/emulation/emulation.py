@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from anabranch.cluster import Cluster
 from anabranch.emulation.shared_links import SharedLinks
+from anabranch.graph.cutting.split import Port, StageProgram
 from anabranch.graph.opgraph import OpGraph
-from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of

@@ -27,7 +27,7 @@ from anabranch.emulation.shared_links import POSTED, SENT
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.transport import Channel, Receipt, Spec, Transport
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Span, Timeline

@@ -23,20 +23,20 @@ from torch import fx, nn
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, SampleAxis, axes_at, base_name, keyed
-from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import CallKey, frame, schema_name, unused_parameters
-from anabranch.graph.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.group import FREE, group, group_like
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_parameters, require_sites
-from anabranch.graph.sample_axis import sample_axes
-from anabranch.graph.sample_flow import sample_flow
-from anabranch.graph.sample_order import reordering_calls, uncertain_calls
+from anabranch.graph.samples.flows import Assumption, Total, above, loss_kind
+from anabranch.graph.samples.sample_axis import sample_axes
+from anabranch.graph.samples.sample_flow import sample_flow
+from anabranch.graph.samples.sample_order import reordering_calls, uncertain_calls
+from anabranch.graph.samples.whole_batch import WholeBatch
 from anabranch.graph.slices import in_slices, view_named, whole_name
-from anabranch.graph.whole_batch import WholeBatch
+from anabranch.graph.tracing.exporter import Exporter
 from anabranch.remembered import remembered
 from anabranch.workload import Batch, Workload, updates_by_element
 

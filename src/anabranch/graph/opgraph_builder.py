@@ -9,11 +9,11 @@ from torch import Tensor, fx, nn
 
 from anabranch.graph import flat_program
 from anabranch.graph.call_traits import CallTraits, SampleAxis, arguments, base_name, tensor
-from anabranch.graph.changed_state import changed_state
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.operations import LOOKUPS
 from anabranch.graph.opgraph import BATCH, LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.graph.slices import in_slices, view_named
+from anabranch.graph.tracing.changed_state import changed_state
 
 
 def build(

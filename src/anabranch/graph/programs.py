@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.device import accelerator
 from anabranch.errors import CaptureError
-from anabranch.graph.autocast import HALF, AutocastRegion
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.call_traits import arguments, is_size
-from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import FlatProgram, PlaceholderSource, upstream
-from anabranch.graph.flows import Total
 from anabranch.graph.group import Grouping
-from anabranch.graph.lowering import with_casts
 from anabranch.graph.module_state import device_of
 from anabranch.graph.opgraph import Precision
+from anabranch.graph.samples.flows import Total
+from anabranch.graph.samples.whole_batch import WholeBatch
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.graph.whole_batch import WholeBatch
+from anabranch.graph.tracing.autocast import HALF, AutocastRegion
+from anabranch.graph.tracing.exporter import Exporter, place_of
+from anabranch.graph.tracing.lowering import with_casts
 from anabranch.remembered import remembered
 
 

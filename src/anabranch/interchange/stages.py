@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.graph.capture import Captured
+from anabranch.graph.cutting.gradient_order import dense
+from anabranch.graph.cutting.split import Split, StageProgram, split
 from anabranch.graph.flat_program import CALL, frame
-from anabranch.graph.gradient_order import dense
 from anabranch.graph.group import FREE
 from anabranch.graph.slices import whole_name
-from anabranch.graph.split import Split, StageProgram, split
 from anabranch.interchange.chain import StageChain
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import split
+from anabranch.graph.cutting.split import split
 from anabranch.interchange.chain import StageChain, not_expressible
 from anabranch.interchange.stages import StageModules, stage_modules
 from anabranch.plans.plan import Plan

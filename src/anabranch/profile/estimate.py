@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx.experimental import _config
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import StageProgram
-from anabranch.graph.weight_calls import waiting_bytes
+from anabranch.graph.cutting.split import StageProgram
+from anabranch.graph.cutting.weight_calls import waiting_bytes
 from anabranch.profile import kernel_trace, operator_runner
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kernels import MetaRun, Recorder, cannot_estimate

@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_map
 from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
+from anabranch.graph.cutting.weight_calls import waiting_bytes
 from anabranch.graph.module_state import copied
 from anabranch.graph.reverted import changing_state, unchanged, without_gradients
-from anabranch.graph.weight_calls import waiting_bytes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import StageProgram, split
+from anabranch.graph.cutting.split import StageProgram, split
 from anabranch.profile.operator_bytes import BytesObserver
 
 Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]

@@ -2,14 +2,14 @@
 
 pipeline        what the user holds: steps with a flush, evaluation, checkpoints
 session         one rank's share of a run, which both pipelines hold, and held-out means
-worker, messages, mesh
-                the actions of one device in order; the tensors of its messages; ranks and groups
+worker, messages
+                the actions of one device in order; the tensors of its messages
 assignment, first_batch
                 what ranks compare before anything is made; what they check with the first batch
 worker_cache, plan_parts
                 workers by batch size; the plan's stages as parts of the captured model
-model_state, data_feed, step_totals
-                parameters and optimizer; batches; loss and metrics over all ranks
+data_feed, step_totals
+                batches; loss and metrics over all ranks
 reference       the user's own module in one process, with which plans are compared
 
 asynchronous    training without a flush: versions of weights, predictions, replicas in turn
@@ -22,6 +22,8 @@ guards          ranks that differ or lack memory do not start, wrong gradients a
 measurement     what a step took: a timeline of all ranks, and the peak memory
 numerics        mixed precision, random numbers by sample, numbers that are not finite,
                 activations kept on the host
+ranks           the mesh of ranks and its process groups, their devices, starts and restarts
+state           parameters, buffers and optimizer; checkpoints, and copies that outlive a rank
 transport       tensors between ranks: shared memory, Gloo, NCCL, and GPUs through the host
 
 Whatever waits for another rank raises ``PeerLostError`` when that one is gone.

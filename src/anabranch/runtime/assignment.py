@@ -11,20 +11,20 @@ import torch
 from anabranch.device.accelerator import claim, prepare, settings, usual
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.graph.changed_state import changed_by_samples
+from anabranch.graph.cutting.split import Split
 from anabranch.graph.slices import whole_name
-from anabranch.graph.split import Split
+from anabranch.graph.tracing.changed_state import changed_by_samples
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions, require_exact
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import lack
-from anabranch.runtime.initialisation import meta_names, require_constants
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
-from anabranch.runtime.placement import own_device, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
-from anabranch.runtime.process_groups import join, require_streams
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.ranks.placement import own_device, start_of
+from anabranch.runtime.ranks.process_groups import join, require_streams
+from anabranch.runtime.state.initialisation import meta_names, require_constants
 from anabranch.workload import Workload, updates_by_element
 
 

@@ -16,7 +16,7 @@ from anabranch.errors import AnabranchError, DataError, LoaderError, placed
 from anabranch.graph.batch_layout import type_text
 from anabranch.graph.capture import Captured
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.placement import uploaded
+from anabranch.runtime.ranks.placement import uploaded
 from anabranch.workload import Batch, Workload
 
 HELD_OUT = "held-out data"

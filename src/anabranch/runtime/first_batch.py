@@ -25,9 +25,9 @@ from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.guards.same_batch import require_same_batch
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.messages import gradient_ports
-from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.optimizer_facts import unlike_torchs
 from anabranch.runtime.reference import num_samples
+from anabranch.runtime.state.model_state import ModelState
+from anabranch.runtime.state.optimizer_facts import unlike_torchs
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.schedule.schedule import Kind

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from anabranch.graph.cutting.split import Port, StageProgram
 from anabranch.graph.opgraph import OpGraph
-from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.transport import Channel
 from anabranch.schedule.lower import directions, messages

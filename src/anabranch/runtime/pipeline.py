@@ -32,7 +32,7 @@ from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.guards.same_batch import BatchCheck, require_same_copies
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import StepRecording
-from anabranch.runtime.spare_copies import SpareCopies
+from anabranch.runtime.state.spare_copies import SpareCopies
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload

@@ -7,8 +7,8 @@ from typing import cast
 
 from anabranch.errors import DataError, InvalidPlanError, some
 from anabranch.graph.capture import Captured, capture_workload
+from anabranch.graph.cutting.split import Split, split
 from anabranch.graph.opgraph import Granularity, Precision
-from anabranch.graph.split import Split, split
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import sliced_batches

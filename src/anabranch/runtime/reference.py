@@ -24,15 +24,15 @@ from anabranch.data.packed import call_module
 from anabranch.device import accelerator
 from anabranch.errors import AnabranchError, TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.module_state import in_mode, in_one_process
-from anabranch.graph.returned_loss import scalars
 from anabranch.graph.reverted import unchanged_buffers, unchanged_state, without_gradients
-from anabranch.graph.tracing import user_frame
+from anabranch.graph.tracing.changed_state import seen_writes
+from anabranch.graph.tracing.patches import user_frame
+from anabranch.graph.tracing.returned_loss import scalars
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.dropout import without_dropout
-from anabranch.runtime.placement import start_of
+from anabranch.runtime.ranks.placement import start_of
 from anabranch.workload import Batch
 
 ROUNDING = 1e-4

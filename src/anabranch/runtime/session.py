@@ -19,18 +19,18 @@ from anabranch.checkpoint.reading import SavedState
 from anabranch.errors import AnabranchError, DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
-from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.heartbeat import watch_ranks
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
-from anabranch.runtime.initialisation import SEEDS, meta_names
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
-from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.reference import num_samples
+from anabranch.runtime.state.checkpointing import Checkpointing
+from anabranch.runtime.state.initialisation import SEEDS, meta_names
+from anabranch.runtime.state.model_state import ModelState
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload

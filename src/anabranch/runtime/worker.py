@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from anabranch.device import accelerator
-from anabranch.graph.split import Port
+from anabranch.graph.cutting.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.outcome import Key, Outcome
 from anabranch.runtime.compute.stage_compute import Compute

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import Split, split, stages_like
+from anabranch.graph.cutting.split import Split, split, stages_like
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -25,9 +25,9 @@ from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.measurement.clocks import clock_of
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.numerics.precision import LossScale
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
 from anabranch.schedule import rule_named, schedule_of

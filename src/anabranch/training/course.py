@@ -24,7 +24,7 @@ from anabranch.record.run import finite
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.guards.interrupt import INTERRUPT, SAVE_CLOCK
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.spare_copies import SpareCopies
+from anabranch.runtime.state.spare_copies import SpareCopies
 from anabranch.training.events import Callback, CheckpointEvent, EndEvent, EvaluationEvent
 from anabranch.training.reporter import Reporter, TrainingClock
 from anabranch.training.save_every import SaveEvery, require_place

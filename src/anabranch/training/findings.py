@@ -8,12 +8,12 @@ from torch import nn
 
 from anabranch.errors import TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured
+from anabranch.graph.cutting.split import split
 from anabranch.graph.loss_kinds import SENTENCES, told
-from anabranch.graph.split import split
-from anabranch.graph.whole_batch import WHOLE_BATCH_LOSS
+from anabranch.graph.samples.whole_batch import WHOLE_BATCH_LOSS
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.data_feed import refusal_of_data
-from anabranch.runtime.optimizer_facts import refuse_unsupported, require_recipe_updates
+from anabranch.runtime.state.optimizer_facts import refuse_unsupported, require_recipe_updates
 from anabranch.workload import Workload
 
 

@@ -17,7 +17,7 @@ from anabranch.errors import TrainingError, naming_place
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
-from anabranch.runtime.spare_copies import SpareCopies
+from anabranch.runtime.state.spare_copies import SpareCopies
 from anabranch.training.events import Callback, EndEvent, EvaluationEvent, Event, StepEvent
 from anabranch.workload import Batch
 

@@ -34,10 +34,9 @@ from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
-from anabranch.runtime.initialisation import SEEDS, materialise, meta_names, require_values
 from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import own_device
+from anabranch.runtime.ranks.placement import own_device
 from anabranch.runtime.reference import (
     Reference,
     draws_random,
@@ -47,6 +46,7 @@ from anabranch.runtime.reference import (
     same_numbers,
     take,
 )
+from anabranch.runtime.state.initialisation import SEEDS, materialise, meta_names, require_values
 from anabranch.verification import even
 from anabranch.verification.result import (
     CAPTURED,

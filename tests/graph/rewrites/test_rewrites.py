@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured, capture
+from anabranch.graph.cutting.split import split
 from anabranch.graph.rewrites import REWRITES, Rewrite
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.graph.split import split
 from anabranch.models import build
 from anabranch.workload import Batch
 from tests.captured_models import BUILT_IN

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from anabranch.graph.capture import Captured, capture
-from anabranch.runtime.muon import MuonAdam
+from anabranch.runtime.state.muon import MuonAdam
 from anabranch.workload import Batch, Workload
 from tests.runtime.asynchronous.reference import RefStage
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
-from anabranch.runtime.optimizer_facts import rule_of
+from anabranch.runtime.state.optimizer_facts import rule_of
 
 Make = Callable[[Any], Optimizer]
 

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anabranch
-from anabranch.graph.split import StageProgram, split
+from anabranch.graph.cutting.split import StageProgram, split
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 from anabranch.runtime.pipeline import Pipeline
 from tests.runtime.small import Built, on_devices, plan

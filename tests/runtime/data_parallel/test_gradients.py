@@ -18,9 +18,9 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.placement import fetched
 from anabranch.runtime.plan_parts import parts_of
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.ranks.placement import fetched
 from tests.runtime.small import built, plan
 
 ALONE: Any = SimpleNamespace(size=1, rank=0)

@@ -10,8 +10,8 @@ from anabranch.cost import buckets
 from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.ranks.mesh import Mesh
 from tests.runtime.small import batch, built, num_ranks, plan, with_programs
 from tests.runtime.training import run
 

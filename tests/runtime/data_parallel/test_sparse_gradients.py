@@ -19,8 +19,8 @@ from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.data_parallel.sparse_gradients import SparseBucket
-from anabranch.runtime.optimizer_facts import require_recipe_updates
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.state.optimizer_facts import require_recipe_updates
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.small import Batch, Built, load_compiler, num_ranks, plan, train_alone

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.graph.capture import capture
-from anabranch.graph.split import split
+from anabranch.graph.cutting.split import split
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located, one_line
 from anabranch.runtime.guards.position import POSITION
 from anabranch.schedule.schedule import Action, Kind

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.graph.capture import capture
-from anabranch.graph.split import split
+from anabranch.graph.cutting.split import split
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
-from anabranch.graph.split import split
+from anabranch.graph.cutting.split import split
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample

@@ -13,7 +13,7 @@ from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import capture
 from anabranch.runtime.compute.options import ComputeOptions, Precision
 from anabranch.runtime.numerics.precision import LossScale
-from anabranch.runtime.placement import fetched
+from anabranch.runtime.ranks.placement import fetched
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
 from tests.runtime.small import Batch, Built, batch, built, plan, slices

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.transport import HostTransport, ProcessGroupTransport, Transport, meet
 from anabranch.runtime.transport.memory import Segment
 from tests.runtime.transport.local import Hub, LocalTransport

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.transport import Channel, HostTransport, NcclTransport, Transport
 
 pytestmark = [

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anabranch.runtime.optimizer_facts import rule_of
+from anabranch.runtime.state.optimizer_facts import rule_of
 
 _Rows = list[tuple[Tensor, Mapping[str, Any]]]
 """(weight, optimizer state of its parameter)."""

@@ -19,13 +19,13 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import Split
+from anabranch.graph.cutting.split import Split
 from anabranch.plans.check import require_one_stage_each, stage_bytes, tied_stages_error
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.optimizer_facts import facts_of
+from anabranch.runtime.state.optimizer_facts import facts_of
 from anabranch.schedule import rule_named
 from anabranch.schedule.asynchronous import AsynchronousOrder, full_pipeline, repeated, round_robin
 from anabranch.schedule.kfkb import require_in_flight

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from anabranch.device.kinds import GRAPHS
-from anabranch.graph.autocast import HALF
 from anabranch.graph.opgraph import OpGraph, Precision
+from anabranch.graph.tracing.autocast import HALF
 
 Dropout = Literal["stage", "sample", "off"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anabranch.device import accelerator
-from anabranch.runtime.placement import Fetched, fetched
+from anabranch.runtime.ranks.placement import Fetched, fetched
 from anabranch.schedule.schedule import Action
 
 

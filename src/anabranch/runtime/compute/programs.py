@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from anabranch.errors import TrainingError
-from anabranch.graph.changed_state import changed_state
+from anabranch.graph.cutting.split import Split, StageProgram
 from anabranch.graph.opgraph_builder import make_sparse
 from anabranch.graph.reverted import put, written_state
-from anabranch.graph.split import Split, StageProgram
+from anabranch.graph.tracing.changed_state import changed_state
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall

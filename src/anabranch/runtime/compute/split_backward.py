@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from anabranch.graph.weight_calls import calls_with_weights
+from anabranch.graph.cutting.weight_calls import calls_with_weights
 
 
 @dataclass(slots=True, weakref_slot=True)

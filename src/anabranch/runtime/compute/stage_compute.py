@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.device.accelerator import with_seed
+from anabranch.graph.cutting.split import Port, StageProgram
 from anabranch.graph.reverted import put, unchanged, unchanged_buffers, written_state
-from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.outcome import Key, Outcome
 from anabranch.runtime.compute.programs import StageCall, StagePrograms

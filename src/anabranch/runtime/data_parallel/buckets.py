@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.shards import Shard, Shards
-from anabranch.runtime.mesh import Mesh, Ranks
+from anabranch.runtime.ranks.collectives import Pending
+from anabranch.runtime.ranks.mesh import Mesh, Ranks
 
 Named = tuple[str, nn.Parameter]
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from anabranch.cost.memory import deal
 from anabranch.device import accelerator
+from anabranch.graph.cutting.split import Split
 from anabranch.graph.slices import whole_name
-from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.shards import Shard, Shards, shards_of
 from anabranch.runtime.guards.same_batch import copies_digest
-from anabranch.runtime.mesh import Mesh, Ranks
+from anabranch.runtime.ranks.mesh import Mesh, Ranks
 
 
 @dataclass(frozen=True)

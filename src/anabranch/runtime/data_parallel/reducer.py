@@ -35,8 +35,8 @@ from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, SparseBucket
-from anabranch.runtime.mesh import Mesh, Ranks
-from anabranch.runtime.placement import fetched
+from anabranch.runtime.ranks.mesh import Mesh, Ranks
+from anabranch.runtime.ranks.placement import fetched
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import LookupTable
-from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.buckets import Bucket, Named
 from anabranch.runtime.data_parallel.shards import Shards
-from anabranch.runtime.mesh import Mesh, Ranks
+from anabranch.runtime.ranks.collectives import Pending
+from anabranch.runtime.ranks.mesh import Mesh, Ranks
 
 
 @dataclass(frozen=True, slots=True)

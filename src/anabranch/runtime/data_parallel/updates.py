@@ -31,8 +31,8 @@ from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.data_parallel.gradients import clip, divide, gradients_of, sum_of_squares
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
-from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.session import Session
+from anabranch.runtime.state.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.worker import Worker
 
 

@@ -24,10 +24,10 @@ from anabranch import errors
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime import texts
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.same_batch import ranks_have
-from anabranch.runtime.initialisation import meta_names
+from anabranch.runtime.ranks import texts
+from anabranch.runtime.state.initialisation import meta_names
 
 _REMEDY = {
     "version": "install the same versions on every machine",

@@ -42,7 +42,7 @@ from anabranch.runtime.guards.position import (
 from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, BatchWatch
 from anabranch.runtime.guards.shared_failure import FAILURE_KEY, failure_in, stops_because_of
 from anabranch.runtime.guards.timeouts import TIMEOUTS
-from anabranch.runtime.process_groups import run_store
+from anabranch.runtime.ranks.process_groups import run_store
 
 HEARTBEAT_INTS = POSITION_INTS + DIGESTS.recent_ints
 """Integers of one rank's heartbeat: first its position, then its last batches."""

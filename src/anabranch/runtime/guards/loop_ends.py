@@ -7,8 +7,8 @@ from datetime import timedelta
 
 from anabranch.errors import DataError
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.process_groups import run_store
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.ranks.process_groups import run_store
 
 
 def begin_unit(mesh: Mesh, loop: str, number: int) -> None:

@@ -19,9 +19,9 @@ import torch
 from anabranch.device import accelerator
 from anabranch.device.kinds import kind_of
 from anabranch.plans.plan import Plan, memory_text, ranges
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
-from anabranch.runtime.process_groups import connection_bytes, device_digest
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.ranks.process_groups import connection_bytes, device_digest
 
 MARGIN = 1.1
 """Factor by which free memory has to be exceeded; predictions are within 10% or so."""

@@ -27,7 +27,7 @@ from anabranch.data.loaders import samples_digest
 from anabranch.errors import DataError, TrainingError, some
 
 if TYPE_CHECKING:
-    from anabranch.runtime.mesh import Mesh
+    from anabranch.runtime.ranks.mesh import Mesh
 
 
 BatchCheck = Literal["sampled", "full"]

@@ -28,9 +28,9 @@ from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.numerics.dropout import NoDropout
-from anabranch.runtime.placement import roomy_home
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.ranks.placement import roomy_home
 from anabranch.runtime.reference import (
     draws_random,
     largest_distance,

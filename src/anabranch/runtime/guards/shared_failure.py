@@ -13,7 +13,7 @@ from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
 from anabranch.runtime.guards.timeouts import TIMEOUTS
-from anabranch.runtime.process_groups import run_store
+from anabranch.runtime.ranks.process_groups import run_store
 
 FAILURE_KEY = "anabranch/failure"
 

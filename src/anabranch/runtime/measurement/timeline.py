@@ -19,7 +19,7 @@ from time import perf_counter
 
 from anabranch.runtime.compute.outcome import Outcome, Timed
 from anabranch.runtime.measurement.clocks import Clock
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.worker import BatchRun
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline

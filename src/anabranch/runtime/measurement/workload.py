@@ -34,7 +34,11 @@ from anabranch.profile.storages import Storages
 from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.numerics.nonfinite import bad_names
-from anabranch.runtime.optimizer_facts import TakenGradients, refuse_unsupported, taken_gradients
+from anabranch.runtime.state.optimizer_facts import (
+    TakenGradients,
+    refuse_unsupported,
+    taken_gradients,
+)
 from anabranch.workload import Batch, Workload
 
 

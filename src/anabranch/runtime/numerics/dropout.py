@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from anabranch.errors import CaptureError
 from anabranch.graph.call_traits import SampleAxis, arguments
 from anabranch.graph.capture import Captured
+from anabranch.graph.cutting.split import StageProgram
 from anabranch.graph.flat_program import CALL, frame, schema_name
-from anabranch.graph.sample_axis import blocks, sample_axes
-from anabranch.graph.split import StageProgram
+from anabranch.graph.samples.sample_axis import blocks, sample_axes
 from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 
 _CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from anabranch.graph.opgraph import BATCH
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.placement import fetched
+from anabranch.runtime.ranks.mesh import Mesh
+from anabranch.runtime.ranks.placement import fetched
 
 _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(4)
 _UNKNOWN = 2**31

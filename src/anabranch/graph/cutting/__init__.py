@@ -1,0 +1,1 @@
+"""Cutting of a captured module into the programs of a plan's stages."""

@@ -1,0 +1,1 @@
+"""Dependence of values on the samples of a batch."""

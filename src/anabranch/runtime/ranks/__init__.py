@@ -1,0 +1,1 @@
+"""Ranks of a run: their mesh, process groups, devices, and starts."""
