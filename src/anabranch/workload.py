@@ -78,20 +78,20 @@ class Workload:
             every batch is computed in the sizes of one of them, or of ``example``, which has to be
             the largest.
         rows: tensors whose dimension 0 has the patches, images or frames of all samples one after
-            the other: name -> how many of a sample, the same for all, or the name of a tensor of
-            the batch that counts them for each sample, which is then checked. Batches are dicts
-            then. What is plain to see in an example with ``labels`` is found out and told.
+            the other: name -> rows per sample, the same for all, or the name of a tensor of the
+            batch that counts them for each sample, which is then checked. Batches are dicts then.
+            In an example with ``labels`` shapes may show the rows; then a warning names them.
         samples_in: tensors with the samples in another dimension than 0, such as positions
-            ``[3, samples, tokens]``: name -> which.
+            ``[3, samples, tokens]``: name -> that dimension.
         per_sample: names of operators (``mylib::op``) that work on each sample by itself, though
             the sizes of their results do not show it; a scalar of theirs is a mean over samples.
-            Without a word, numbers decide: two halves of the example are compared with the whole.
+            For other operators two halves of the example are compared with the whole.
         save_frozen: checkpoints hold parameters that are not trained as well. False leaves them
             out, as for adapters of a large model; whoever resumes then has them in the module.
 
     Raises:
-        TypeError: if ``module`` is none, but its class for example, or wrapped for data
-            parallelism; a recipe is what it should make; or the data yields nothing.
+        TypeError: if ``module`` is no module (its class, say), or wrapped for data parallelism; if
+            a recipe is an object that it should make; or if the data yields nothing.
         ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 
@@ -126,14 +126,14 @@ class Workload:
                     )
         if isinstance(self.per_sample, str):
             raise TypeError(f"per_sample of a Workload is a list of names: [{self.per_sample!r}]")
-        for name, recipe, given in (
+        for name, recipe, needs in (
             ("optimizer", self.optimizer, "named parameters"),
             ("scheduler", self.scheduler, "an optimizer"),
         ):
             if not callable(recipe) and (recipe is not None or name == "optimizer"):
                 made = type(recipe).__name__
                 raise TypeError(
-                    f"the {name} of a Workload is a function that makes one of {given}, in every "
+                    f"the {name} of a Workload is a function that makes one of {needs}, in every "
                     f"rank for its own stages, not {with_article(made)}; write "
                     f"{name}=functools.partial({made}, ...) or another function, or leave it out"
                 )
@@ -179,7 +179,9 @@ def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Ma
     return made
 
 
-def stand_ins(workload: Workload, names: Collection[str] | None = None) -> dict[str, nn.Parameter]:
+def stand_in_parameters(
+    workload: Workload, names: Collection[str] | None = None
+) -> dict[str, nn.Parameter]:
     """Return parameters of one element each in the place of the trainable ones of a workload: all,
     or those of some names.
     """
@@ -190,13 +192,13 @@ def stand_ins(workload: Workload, names: Collection[str] | None = None) -> dict[
     }
 
 
-def stand_in(
+def stand_in_optimizer(
     workload: Workload, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
     those given; None if there are none, or the recipe takes no others than the model's.
     """
-    parameters = stand_ins(workload) if parameters is None else parameters
+    parameters = stand_in_parameters(workload) if parameters is None else parameters
     if not parameters:
         return None
     try:
@@ -224,7 +226,7 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     """Return True if the workload's optimizer is known to treat each element of these parameters
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
-    optimizer = stand_in(workload, stand_ins(workload, names))
+    optimizer = stand_in_optimizer(workload, stand_in_parameters(workload, names))
     return type(optimizer) in BY_ELEMENT and not has_hooks(optimizer)
 
 

@@ -91,12 +91,12 @@ class _Verb(TyperCommand):
             _fail("Interrupted", "ended by Ctrl-C", output.INTERRUPTED)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
+        written = list(args)
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             if error.param is not None and not error.message:  # it is missing
-                error.message = completed(self, error.param, given)
+                error.message = completed(self, error.param, written)
             raise
 
 

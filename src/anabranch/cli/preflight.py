@@ -94,7 +94,7 @@ def require_trainable(
     from anabranch.runtime.state.model_state import require_weights
     from anabranch.runtime.state.optimizer_facts import refuse_unsupported
     from anabranch.training.course import require_evaluation
-    from anabranch.workload import stand_in
+    from anabranch.workload import stand_in_optimizer
 
     if workload.data is None:
         raise DataError(
@@ -109,7 +109,7 @@ def require_trainable(
                 "prediction are: every batch is a short one; take a smaller --batch-size"
             )
     require_evaluation(workload, training.evaluate_every, training.steps)
-    if (optimizer := stand_in(workload)) is not None:
+    if (optimizer := stand_in_optimizer(workload)) is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ranks warn when training begins
             refuse_unsupported(optimizer, workload.make_scheduler(optimizer))

@@ -63,7 +63,7 @@ class EventOperatorClock(OperatorClock):
         accelerator.synchronize(self.device)
 
     def now(self) -> torch.Event:
-        return accelerator.mark(self.device, timed=True)
+        return accelerator.record_event(self.device, timed=True)
 
     def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
         self.events.append((seconds, op, begin, end))

@@ -31,7 +31,7 @@ from anabranch.files.jsonfile import (
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.plans.stages import StageGraph
-from anabranch.record.figures import beside, tables, told
+from anabranch.record.figures import figures_of, side_by_side, tables
 from anabranch.record.run import Origin, Run, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
@@ -135,8 +135,11 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
     text = page(
         _measured_plan(run),
         [*_shown(run), *(_shown(other, f"{name}: ") if other is not None else ())],
-        figures=told(document),
-        tables=[*(beside(document, name, other.figures()) if other else ()), *tables(document)],
+        figures=figures_of(document),
+        tables=[
+            *(side_by_side(document, name, other.figures()) if other else ()),
+            *tables(document),
+        ],
         headline=_headline(run),
         losses=run.losses,
         other_losses=other.losses if other is not None else (),
@@ -190,8 +193,8 @@ def _about(origin: Origin | None) -> dict[str, str]:
     if origin is None:
         return {}
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-    said = {"command": origin.command, "date": origin.date, "host": origin.host}
-    return {**said, "versions": versions}
+    about = {"command": origin.command, "date": origin.date, "host": origin.host}
+    return {**about, "versions": versions}
 
 
 def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:

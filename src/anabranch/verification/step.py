@@ -26,13 +26,13 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.loss_kinds import told
+from anabranch.graph.loss_kinds import loss_remarks
 from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
-from anabranch.runtime import plan_parts as steps
+from anabranch.runtime import plan_parts
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
@@ -103,7 +103,7 @@ def verify(
         plan = even.workable(
             captured, even.even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )
-    captured = captured or steps.captured_for(workload, plan)
+    captured = captured or plan_parts.captured_for(workload, plan)
     if workload.buckets and batch is None:
         examples = [workload.example, *workload.buckets]
         again = partial(verify, exact=exact, timeout=timeout, device=device, dropout=dropout)
@@ -114,7 +114,9 @@ def verify(
                 batch=example,
                 captured=bucket,
             )
-            for bucket, example in zip(steps.buckets_of(captured, workload), examples, strict=True)
+            for bucket, example in zip(
+                plan_parts.buckets_of(captured, workload), examples, strict=True
+            )
         ]
         worst = max(results, key=lambda result: (not result.is_good, result.max_gradient_error))
         note = f"the largest difference of {len(results)} sizes of batches"
@@ -127,9 +129,9 @@ def verify(
     plan = even.in_equal_slices(captured, replace(plan, stage_graph=graph))
     batch, size = take(batch, 0, plan.stage_graph.batch_size), plan.stage_graph.batch_size
     plan = even.in_several(captured, plan)
-    exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
-    steps.prepare(captured, plan.stage_graph)
-    parts = steps.parts_of(captured, plan, exact=False)
+    exact = exact and plan_parts.can_be_exact(plan.stage_graph) and not plan.rewrites
+    plan_parts.prepare(captured, plan.stage_graph)
+    parts = plan_parts.parts_of(captured, plan, exact=False)
     programs = [parts.program(s, captured.programs.samples) for s in range(len(plan.stage_graph))]
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
@@ -202,7 +204,7 @@ def verify(
     bitwise = loss == expected.loss and gradients.keys() == others.keys()
     bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
     error, worst_name = largest_error(gradients, others)
-    notes += (*told(None, captured.graph.normalised, captured.graph.stateful),)
+    notes += (*loss_remarks(None, captured.graph.normalised, captured.graph.stateful),)
     return VerifyResult(
         loss,
         expected.loss,

@@ -180,7 +180,9 @@ def squares_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     if not gradients:
         return []
     place = gradients[0].device
-    norms = torch._foreach_norm([entries(g) for g in gradients], 2.0, accelerator.wide(place))
+    norms = torch._foreach_norm(
+        [entries(g) for g in gradients], 2.0, accelerator.widest_float(place)
+    )
     return [torch.stack(norms).square().sum()]
 
 
