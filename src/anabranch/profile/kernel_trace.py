@@ -3,10 +3,10 @@
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
 give every other, and the data sheet turns sizes into seconds. ``estimate`` makes the traces.
 
-Kernels of a backward that compute gradients of weights are recognised by how their sizes grow: a matrix
-product whose k grows with the samples while m and n do not, as the second one of a convolution; a
-sum over the samples, whose result does not grow; an addition to a gradient that is there; and the
-gradient of a table. Others compute gradients of inputs, if the operator sends any.
+Kernels of a backward that compute gradients of weights are recognised by how their sizes grow: a
+matrix product whose k grows with the samples while m and n do not, as the second one of a
+convolution; a sum over the samples, whose result does not grow; an addition to a gradient that is
+there; and the gradient of a table. Others compute gradients of inputs, if the operator sends any.
 """
 
 from __future__ import annotations

@@ -22,14 +22,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
 from anabranch.graph.digraph import path_before
-from anabranch.graph.series_parallel import (
-    Node,
-    Parallel,
-    Series,
-    decompose,
-    mask_of,
-    operators,
-)
+from anabranch.graph.series_parallel import Node, Parallel, Series, decompose, mask_of, operators
 from anabranch.planner import PLANNERS
 from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
