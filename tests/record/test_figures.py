@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.cli.output import answering
-from anabranch.cli.run_results import keeping, say_run
+from anabranch.cli.training.run_results import keeping, say_run
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.plans.plan import memory_text, time_text
 from anabranch.record import Evaluation, Run, StepPart, load_run, save_run

@@ -22,7 +22,7 @@ from typer.exceptions import TyperException
 
 from anabranch.cli import output
 from anabranch.cli.parsing import completed
-from anabranch.cli.run_file import asks_for_json
+from anabranch.cli.training.run_file import asks_for_json
 from anabranch.cli.verbs.check import check
 from anabranch.cli.verbs.cluster import cluster
 from anabranch.cli.verbs.compare import compare

@@ -21,8 +21,8 @@ from anabranch.graph.flat_program import FlatProgram, PlaceholderSource, upstrea
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of
 from anabranch.graph.opgraph import Precision
+from anabranch.graph.samples.batch_statistics import WholeBatch
 from anabranch.graph.samples.flows import Total
-from anabranch.graph.samples.whole_batch import WholeBatch
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.tracing.autocast import HALF, AutocastRegion
 from anabranch.graph.tracing.exporter import Exporter, place_of

@@ -7,9 +7,9 @@ flushes and minimises the time from one mini-batch to the next.
 from __future__ import annotations
 
 from anabranch.plans.prices import bottleneck_s_per_sample
-from anabranch.solve.asynchronous_simulation import Simulated, require_asynchronous, simulate_async
+from anabranch.solve.asynchronous.simulation import Simulated, require_asynchronous, simulate_async
 from anabranch.solve.comparison import BASELINES, baselines, comparable, compare, compare_policies
-from anabranch.solve.explanation import Explanation, explain
+from anabranch.solve.explanation.explanation import Explanation, explain
 from anabranch.solve.faults import check_plan
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, auto_policy, check_mode

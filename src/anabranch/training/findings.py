@@ -10,7 +10,7 @@ from anabranch.errors import TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import split
 from anabranch.graph.loss_kinds import SENTENCES, loss_remarks
-from anabranch.graph.samples.whole_batch import WHOLE_BATCH_LOSS
+from anabranch.graph.samples.batch_statistics import WHOLE_BATCH_LOSS
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.data_feed import refusal_of_data
 from anabranch.runtime.state.optimizer_facts import refuse_unsupported, require_recipe_updates

@@ -2,7 +2,7 @@
 
 ``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which differs
 between a slice and its batch. In a sum divided by a count, the count can be that of the batch
-(``whole_batch``).
+(``batch_statistics``).
 """
 
 from __future__ import annotations

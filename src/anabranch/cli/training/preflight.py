@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from anabranch.cli.output import note, why_not
-from anabranch.cli.training_settings import (
+from anabranch.cli.training.training_settings import (
     SPARE_COPIES,
     ComputeSettings,
     FlushSettings,

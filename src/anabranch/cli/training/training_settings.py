@@ -14,8 +14,8 @@ import typer
 from anabranch.cli import settings, torchrun
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
-from anabranch.cli.run_file import go_on, in_file, model_or_file, require_trust
 from anabranch.cli.spread import Settings
+from anabranch.cli.training.run_file import go_on, in_file, model_or_file, require_trust
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Mode, Plan

@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows, say
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.errors import AnabranchError, FileFormatError
 
 if TYPE_CHECKING:
