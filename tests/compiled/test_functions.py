@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from anabranch.compiled import Compiled, Floats, begin, compiled, compiled_if_worth, private_folder
+from anabranch.compiled import Floats, begin, compiled, compiled_if_worth
 from anabranch.compiled import functions as module
+from anabranch.compiled.functions import Compiled, private_folder
 from anabranch.planner.auto.evaluator import Evaluator
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft

@@ -22,7 +22,7 @@ SENTENCES: dict[LossKind, str] = {
 """Explanation of each kind of loss, after "the loss is"."""
 
 
-def loss_remarks(
+def loss_notes(
     kind: LossKind | None, normalised: Sequence[str], stateful: Sequence[str] = ()
 ) -> list[str]:
     """Return sentences on a loss that is no mean over samples, on modules that take statistics of a

@@ -132,14 +132,12 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
 
     document = run.figures()
     name, other = against or ("", None)
+    beside = side_by_side(document, name, other.figures()) if other is not None else []
     text = page(
         _measured_plan(run),
         [*_shown(run), *(_shown(other, f"{name}: ") if other is not None else ())],
         figures=figures_of(document),
-        tables=[
-            *(side_by_side(document, name, other.figures()) if other else ()),
-            *tables(document),
-        ],
+        tables=[*beside, *tables(document)],
         headline=_headline(run),
         losses=run.losses,
         other_losses=other.losses if other is not None else (),

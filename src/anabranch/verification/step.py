@@ -26,7 +26,7 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.loss_kinds import loss_remarks
+from anabranch.graph.loss_kinds import loss_notes
 from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
@@ -227,7 +227,7 @@ class _Comparison:
             if whole
             else None,
             against=self._against,
-            notes=(*notes, *loss_remarks(None, captured.graph.normalised, captured.graph.stateful)),
+            notes=(*notes, *loss_notes(None, captured.graph.normalised, captured.graph.stateful)),
             tolerance=tolerance_of(captured),
             stateful=captured.graph.stateful,
             foreign=captured.foreign,

@@ -89,9 +89,8 @@ def demo(
         times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
         result = keep_run(job, result, folder, plan=noted)
-        story.say(
-            "\n".join(f"{figure.name}: {figure.line}" for figure in figures_of(result.figures()))
-        )
+        figures = figures_of(result.figures())
+        story.say("\n".join(f"{figure.name}: {figure.line}" for figure in figures))
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
         story.say(f"report: {folder / 'report.html'}")

@@ -73,7 +73,7 @@ def train(
     ranks = torchrun.begin_surviving() if training.survive else None
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
-    from anabranch.graph.loss_kinds import loss_remarks
+    from anabranch.graph.loss_kinds import loss_notes
     from anabranch.record import Run
     from anabranch.runtime.asynchronous.requirements import clipped_by_stage
     from anabranch.schedule import glossary
@@ -103,7 +103,7 @@ def train(
     if is_first:
         say(shown.summary())
         say(glossary(shown))
-        for sentence in loss_remarks(job.captured.graph.loss_kind, job.captured.graph.normalised):
+        for sentence in loss_notes(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say(sentence)
         if training.resume is not None:
             done, more = restarts.first_step(training), training.length
