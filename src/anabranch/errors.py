@@ -118,8 +118,8 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 
 
 @contextmanager
-def naming_place(
-    what: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
+def naming_line(
+    subject: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
 ) -> Iterator[None]:
     """Convert errors of the user's code inside the block into one of ours that has its line."""
     try:
@@ -127,16 +127,16 @@ def naming_place(
     except AnabranchError:
         raise
     except Exception as error:
-        raise kind(placed(what, error, otherwise)) from error
+        raise kind(with_line(subject, error, otherwise)) from error
 
 
-def placed(what: str, error: Exception, otherwise: str = "its import") -> str:
+def with_line(subject: str, error: Exception, otherwise: str = "its import") -> str:
     """Describe an error of the user's code on one line, with the line that raised it."""
     text = " ".join(str(error).split())
-    return f"{what} at {place_of(error, otherwise)}: {type(error).__name__}: {text}"
+    return f"{subject} at {_line_of(error, otherwise)}: {type(error).__name__}: {text}"
 
 
-def place_of(error: Exception, otherwise: str = "its import") -> str:
+def _line_of(error: Exception, otherwise: str = "its import") -> str:
     """File, line and function of the user's innermost frame; ``otherwise`` without one."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"

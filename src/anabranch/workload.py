@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from anabranch.data.loaders import Loader, loader_of
 from anabranch.data.packed import PackedBatch, Rows
-from anabranch.errors import WorkloadError, naming_place
+from anabranch.errors import WorkloadError, naming_line
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
@@ -169,7 +169,7 @@ class Workload:
 def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Made]) -> Made:
     """Call a recipe of the user's and check the class of its result."""
     pairs = "given (name, parameter) pairs, " if name == "optimizer" else ""
-    with naming_place(f"{pairs}the {name} recipe of the Workload raised", otherwise=repr(recipe)):
+    with naming_line(f"{pairs}the {name} recipe of the Workload raised", otherwise=repr(recipe)):
         made = recipe(argument)
     if not isinstance(made, kind):
         raise WorkloadError(

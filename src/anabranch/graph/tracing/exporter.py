@@ -223,7 +223,7 @@ class Exporter:
             elif self._tensors[source].requires_grad:
                 raise CaptureError(
                     f"{type(self.module).__name__} changes {source.name}, a parameter that is "
-                    f"trained, in place ({node.target}, {place_of(self.module, node)}); forwards "
+                    f"trained, in place ({node.target}, {call_place(self.module, node)}); forwards "
                     "of several micro-batches come before the backward of the first: compute what "
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
@@ -259,7 +259,7 @@ def _renamed(call: ModuleCallSignature, names: Mapping[str, str]) -> ModuleCallS
     return replace(call, inputs=renamed(call.inputs), outputs=renamed(call.outputs))
 
 
-def place_of(module: nn.Module, node: fx.Node) -> str:
+def call_place(module: nn.Module, node: fx.Node) -> str:
     """Return the module that an operation is called in, with its class, and the line."""
     path = frame(node).partition("[")[0]
     owner = type(module.get_submodule(path)).__name__

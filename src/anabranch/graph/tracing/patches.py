@@ -34,7 +34,7 @@ from anabranch.graph.flat_program import is_random, storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
-from anabranch.graph.tracing.source_questions import passing_truth, place_of
+from anabranch.graph.tracing.source_questions import frame_place, passing_truth
 
 TORCH = os.path.join(torch.__path__[0], "")
 """Folder of PyTorch's own files, with a separator at its end."""
@@ -94,7 +94,7 @@ def without_raising_guards(
         if passing is None:
             chosen = _constant_truth(value, state, asked)
             return selections.truth(frame, value) if chosen is None else chosen
-        left_out.add(place_of(frame))
+        left_out.add(frame_place(frame))
         return passing
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ _LEAVES = (
 """Statements that leave a function, or bind names that are no ``ast.Name``."""
 
 
-def place_of(frame: FrameType) -> str:
+def frame_place(frame: FrameType) -> str:
     """Return file, line and text of the line that a frame is at."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
