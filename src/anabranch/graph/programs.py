@@ -25,8 +25,9 @@ from anabranch.graph.samples.batch_statistics import WholeBatch
 from anabranch.graph.samples.flows import Total
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.tracing.autocast import HALF, AutocastRegion
-from anabranch.graph.tracing.exporter import Exporter, call_place
+from anabranch.graph.tracing.exporter import Exporter
 from anabranch.graph.tracing.lowering import with_casts
+from anabranch.graph.user_lines import call_place
 from anabranch.remembered import remembered
 
 

@@ -27,8 +27,8 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.reverted import unchanged_buffers, unchanged_state, without_gradients
 from anabranch.graph.tracing.changed_state import seen_writes
-from anabranch.graph.tracing.patches import user_frame
 from anabranch.graph.tracing.returned_loss import scalars
+from anabranch.graph.user_lines import user_frame
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.dropout import without_dropout

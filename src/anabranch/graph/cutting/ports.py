@@ -52,11 +52,9 @@ class PortMap:
     """The port or alias of every use of a value or of a tied parameter.
 
     Attributes:
-        ports: ports by value, then order.
         port_of: (call that makes a value, use on another stage) -> its port.
         local: call -> use on the call's own stage -> order of its run.
         summands: call -> number of runs, where the call's stage adds their gradients in order.
-        tied: (stage, alias) of each run of a tied parameter, in exact mode.
         tied_of: (parameter, use) -> its alias.
     """
 

@@ -30,12 +30,12 @@ from anabranch.graph.flat_program import schema_name, storage, tensors, written
 from anabranch.graph.operations import AT_PLACES, COPIES, FINITE, OF_ZEROS, SAME_ENTRIES
 from anabranch.graph.tracing.source_questions import (
     COMPARED,
-    frame_place,
     lines_of_branch,
     lines_of_loop,
     truth_if_compared,
     truth_unless_zero,
 )
+from anabranch.graph.user_lines import frame_place
 
 
 class Selection(NamedTuple):

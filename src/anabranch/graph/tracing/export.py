@@ -30,8 +30,8 @@ from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.attributes_read import AttributesRead
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.lost_calls import watched
-from anabranch.graph.tracing.patches import user_frame, user_line
 from anabranch.graph.tracing.returned_loss import fields_of, is_fraction, scalars
+from anabranch.graph.user_lines import user_frame, user_line
 
 
 class ReturnsLoss(nn.Module):

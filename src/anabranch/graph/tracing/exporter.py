@@ -24,7 +24,6 @@ from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.flat_program import (
     FlatProgram,
     PlaceholderSource,
-    frame,
     insert,
     is_bounding,
     written,
@@ -44,7 +43,8 @@ from anabranch.graph.tracing.counted_means import counted_means
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.export import ReturnsLoss, export, quiet
 from anabranch.graph.tracing.lowering import RefusedError, batch_sizes, lower, require_samples
-from anabranch.graph.tracing.patches import rare_collection, user_line, without_raising_guards
+from anabranch.graph.tracing.patches import rare_collection, without_raising_guards
+from anabranch.graph.user_lines import call_place, user_line
 from anabranch.remembered import remembered
 
 
@@ -257,13 +257,6 @@ def _renamed(call: ModuleCallSignature, names: Mapping[str, str]) -> ModuleCallS
         ]
 
     return replace(call, inputs=renamed(call.inputs), outputs=renamed(call.outputs))
-
-
-def call_place(module: nn.Module, node: fx.Node) -> str:
-    """Return the module that an operation is called in, with its class, and the line."""
-    path = frame(node).partition("[")[0]
-    owner = type(module.get_submodule(path)).__name__
-    return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
 
 
 def _require_layouts(module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.custom_functions import operator_of
-from anabranch.graph.tracing.patches import user_frame
+from anabranch.graph.user_lines import user_frame
 
 _FUNCTION = torch.autograd.function._SingleLevelFunction  # whose apply all others call
 _TENSOR: Any = torch.Tensor
