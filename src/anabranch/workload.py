@@ -79,8 +79,8 @@ class Workload:
             the largest.
         rows: tensors whose dimension 0 has the patches, images or frames of all samples one after
             the other: name -> rows per sample, the same for all, or the name of a tensor of the
-            batch that counts them for each sample, which is then checked. Batches are dicts then.
-            In an example with ``labels`` shapes may show the rows; then a warning names them.
+            batch that counts them for each sample and is then checked. Batches are dicts then.
+            Rows that the shapes of an example with ``labels`` show are taken, with a warning.
         samples_in: tensors with the samples in another dimension than 0, such as positions
             ``[3, samples, tokens]``: name -> that dimension.
         per_sample: names of operators (``mylib::op``) that work on each sample by itself, though
@@ -90,8 +90,8 @@ class Workload:
             out, as for adapters of a large model; whoever resumes then has them in the module.
 
     Raises:
-        TypeError: if ``module`` is no module (its class, say), or wrapped for data parallelism; if
-            a recipe is an object that it should make; or if the data yields nothing.
+        TypeError: if ``module`` is no module (its class, say), or wrapped for data parallelism; a
+            recipe is an object that it should make; or the data yields nothing.
         ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 

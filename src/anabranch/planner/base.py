@@ -43,7 +43,6 @@ class Planner(Protocol):
             InfeasiblePlanError: if nothing fits; the message says what would.
             BudgetError: if the search would take more than its budget.
         """
-        ...
 
 
 class RunOptions(NamedTuple):

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 from anabranch.errors import PolicyError
-from anabranch.schedule.asynchronous import units_in_flight as units_in_flight
 from anabranch.weights.base import Reading as Reading
 from anabranch.weights.base import Unit as Unit
 from anabranch.weights.base import WeightPolicy as WeightPolicy

@@ -82,9 +82,7 @@ class WeightPolicy:
     corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
-        """Return the reading of the forward; ``version`` is at most ``unit.seen``, and a prediction
-        starts from ``unit.seen``.
-        """
+        """Return the reading of the forward: ``unit.seen``, where predictions start, or earlier."""
         raise NotImplementedError
 
     def backward(self, unit: Unit) -> Reading:
