@@ -179,9 +179,7 @@ def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Ma
     return made
 
 
-def stand_in_parameters(
-    workload: Workload, names: Collection[str] | None = None
-) -> dict[str, nn.Parameter]:
+def stand_ins(workload: Workload, names: Collection[str] | None = None) -> dict[str, nn.Parameter]:
     """Return parameters of one element each in the place of the trainable ones of a workload: all,
     or those of some names.
     """
@@ -198,7 +196,7 @@ def stand_in_optimizer(
     """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
     those given; None if there are none, or the recipe takes no others than the model's.
     """
-    parameters = stand_in_parameters(workload) if parameters is None else parameters
+    parameters = stand_ins(workload) if parameters is None else parameters
     if not parameters:
         return None
     try:
@@ -226,7 +224,7 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     """Return True if the workload's optimizer is known to treat each element of these parameters
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
-    optimizer = stand_in_optimizer(workload, stand_in_parameters(workload, names))
+    optimizer = stand_in_optimizer(workload, stand_ins(workload, names))
     return type(optimizer) in BY_ELEMENT and not has_hooks(optimizer)
 
 

@@ -36,7 +36,7 @@ def figures_of(document: Document) -> list[Figure]:
 def side_by_side(document: Document, name: str, other: Document) -> list[ReportTable]:
     """Return a table with the figures of a run and of another one, side by side."""
     here, there = ({f.name: f.value for f in figures_of(run)} for run in (document, other))
-    rows = [(name, here.get(name, ""), there.get(name, "")) for name in here | there]
+    rows = [(label, here.get(label, ""), there.get(label, "")) for label in here | there]
     rate, their_rate = document["samples_per_s"], other["samples_per_s"]
     remark = f"The curves of {name} are orange."
     if rate and their_rate:

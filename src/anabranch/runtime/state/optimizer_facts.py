@@ -15,7 +15,7 @@ from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.weights import OptimizerFacts
 from anabranch.weights.requirements import Rule
-from anabranch.workload import Workload, has_hooks, stand_in_optimizer, stand_in_parameters
+from anabranch.workload import Workload, has_hooks, stand_in_optimizer, stand_ins
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
@@ -168,6 +168,6 @@ def require_recipe_updates(
     workload: Workload, graph: OpGraph, *, sparse_embeddings: bool = False
 ) -> None:
     """Accept a recipe by ``require_updates``, as far as stand-ins tell, before there are ranks."""
-    parameters = stand_in_parameters(workload)
+    parameters = stand_ins(workload)
     optimizer = stand_in_optimizer(workload, parameters)
     require_updates(graph, optimizer, parameters, sparse_embeddings=sparse_embeddings)
