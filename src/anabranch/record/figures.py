@@ -27,15 +27,15 @@ PHASES = {
 """Phase of ``Timeline.phases`` -> its name, and an explanation."""
 
 
-def figures_of(document: Document) -> list[Figure]:
+def shown_figures(document: Document) -> list[Figure]:
     """Return the figures of a run, the most important first; without a step, of its evaluation."""
     timed = _without_flush if document.get("mode") == "async" else _of_steps
     return [*_learned(document), *(timed(document) if document["samples_per_s"] else ())]
 
 
-def side_by_side(document: Document, name: str, other: Document) -> list[ReportTable]:
+def beside_tables(document: Document, name: str, other: Document) -> list[ReportTable]:
     """Return a table with the figures of a run and of another one, side by side."""
-    here, there = ({f.name: f.value for f in figures_of(run)} for run in (document, other))
+    here, there = ({f.name: f.value for f in shown_figures(run)} for run in (document, other))
     rows = [(label, here.get(label, ""), there.get(label, "")) for label in here | there]
     rate, their_rate = document["samples_per_s"], other["samples_per_s"]
     remark = f"The curves of {name} are orange."

@@ -31,7 +31,7 @@ from anabranch.files.jsonfile import (
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.plans.stages import StageGraph
-from anabranch.record.figures import figures_of, side_by_side, tables
+from anabranch.record.figures import beside_tables, shown_figures, tables
 from anabranch.record.run import Origin, Run, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
@@ -132,11 +132,11 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
 
     document = run.figures()
     name, other = against or ("", None)
-    beside = side_by_side(document, name, other.figures()) if other is not None else []
+    beside = beside_tables(document, name, other.figures()) if other is not None else []
     text = page(
         _measured_plan(run),
         [*_shown(run), *(_shown(other, f"{name}: ") if other is not None else ())],
-        figures=figures_of(document),
+        figures=shown_figures(document),
         tables=[*beside, *tables(document)],
         headline=_headline(run),
         losses=run.losses,

@@ -133,11 +133,11 @@ def say_run(
     run: Run, folder: Path, facts: Mapping[str, Any], rows: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Print the figures of a run; ``facts`` are added to the document, ``rows`` to the text."""
-    from anabranch.record.figures import figures_of
+    from anabranch.record.figures import shown_figures
 
     page = folder / "report.html"
     print_json({**run.figures(), **facts, "run": folder, "report": page})
-    print_rows([*((figure.name, figure.line) for figure in figures_of(run.figures())), *rows])
+    print_rows([*((figure.name, figure.line) for figure in shown_figures(run.figures())), *rows])
     say(f"report: {page}")
 
 

@@ -83,13 +83,13 @@ def demo(
         result = replace(result, gradients=verified.summary().splitlines()[0])
     with story.chapter("Predicted against measured"):
         from anabranch.record import new_folder
-        from anabranch.record.figures import figures_of
+        from anabranch.record.figures import shown_figures
 
         folder = run or new_folder("demo", began)
         times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
         result = keep_run(job, result, folder, plan=noted)
-        figures = figures_of(result.figures())
+        figures = shown_figures(result.figures())
         story.say("\n".join(f"{figure.name}: {figure.line}" for figure in figures))
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
