@@ -155,7 +155,7 @@ def _line_of(error: Exception, otherwise: str = "its import") -> str:
 
 
 def shadowed(error: Exception) -> str:
-    """Explanation of an error caused by a file or folder with the name of an installed package.
+    """Explain an error that is caused by a file or folder with the name of an installed package.
 
     A folder called z3 or triton, for instance, is imported by torch in place of the package. Empty
     for other errors.
@@ -180,13 +180,13 @@ def _installed() -> tuple[str, ...]:
 
 
 def _from_here(file: str) -> str:
-    """A path as seen from the current directory, if it lies there."""
+    """Return a path as seen from the current directory, if it lies there."""
     here = Path.cwd()
     return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question after the name that is near, if any is, to follow what was misspelt."""
+    """Return a question after the nearest name, if one is near, to follow a misspelt one."""
     close = difflib.get_close_matches(name, [*known], 1)
     return f" (is {close[0]} meant?)" if close else ""
 

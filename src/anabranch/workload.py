@@ -29,7 +29,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def adamw(parameters: NamedParameters | Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer recipe: AdamW with a learning rate of 0.001."""
+    """Make the default optimizer: AdamW with a learning rate of 0.001."""
     entries: list[Any] = list(parameters)
     tensors = (entry[1] if isinstance(entry, tuple) else entry for entry in entries)
     # One pass over each parameter, without temporaries of its size; not for complex ones.
@@ -149,13 +149,13 @@ class Workload:
         object.__setattr__(self, "eval_data", eval_data)
 
     def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        """The optimizer of the recipe for some parameters; raises WorkloadError if that fails."""
+        """Make the optimizer of the recipe for some parameters; WorkloadError if that fails."""
         return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
 
     def make_scheduler(
         self, optimizer: torch.optim.Optimizer
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """The scheduler of the recipe, if there is one; raises as ``make_optimizer``."""
+        """Make the scheduler of the recipe, if there is one; raises as ``make_optimizer``."""
         if self.scheduler is None:
             return None
         return _made(self.scheduler, optimizer, "scheduler", torch.optim.lr_scheduler.LRScheduler)
@@ -229,7 +229,7 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
 
 
 def to_meta(batch: Batch) -> Batch:
-    """The same batch, nested alike, without values."""
+    """Return the same batch, nested alike, without values."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
 
 

@@ -167,7 +167,7 @@ class CostModel:
 
     @remembered
     def route(self, source: int, target: int) -> Route:
-        """The way of a message from one device to another: the slowest link on it, every port."""
+        """Return the way of a message between two devices: the slowest link on it, every port."""
         link = self.cluster.link(source, target)
         return Route(1 / link.bandwidth, link.latency_s, self.cluster.ports(source, target))
 

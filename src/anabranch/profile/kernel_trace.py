@@ -162,7 +162,7 @@ class TracedModel:
         return Waiting((kernels & inside).astype(np.float64), products.astype(np.float64))
 
     def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
-        """The profile of an affine model, as ``estimate`` returns it.
+        """Return the profile of an affine model, as ``estimate`` does.
 
         Raises:
             ValueError: see ``checked_counts``.

@@ -23,7 +23,7 @@ class OperatorClock:
 
     @contextmanager
     def forward(self, op: int) -> Iterator[None]:
-        """Around the forward of an operator."""
+        """Time the forward of an operator inside."""
         begun = self.now()
         yield
         self.add(self.forward_s, op, begun, self.now())

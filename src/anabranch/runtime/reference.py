@@ -59,12 +59,12 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _moved(batch: Batch, place: torch.device) -> Batch:
-    """A copy of a batch on a device, which a forward may change in place."""
+    """Return a copy of a batch on a device, which a forward may change in place."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place, copy=True), batch)
 
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss and the metrics of a module on a batch; TrainingError if it fails by itself."""
+    """Return loss and metrics of a module on a batch; TrainingError if it fails by itself."""
     try:
         with in_one_process():
             return scalars(call_module(module, batch))

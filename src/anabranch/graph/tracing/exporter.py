@@ -96,7 +96,7 @@ class Exporter:
 
     @rare_collection()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
-        """The flat program for a number of samples; it constructs its tensors on the device.
+        """Return the flat program for a number of samples, which makes its tensors on the device.
 
         Raises:
             CaptureError: if the module cannot be captured, or not with that many samples.

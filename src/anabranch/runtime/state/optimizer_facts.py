@@ -112,7 +112,7 @@ def taken_gradients(
 
 
 def refuse_unsupported(optimizer: object, scheduler: object) -> None:
-    """Raises TrainingError for what a step of a pipeline cannot drive."""
+    """Refuse, by a TrainingError, what a step of a pipeline cannot drive."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrainingError(
             "LBFGS evaluates the loss several times per step, which a pipeline's step does not; "
