@@ -26,8 +26,7 @@ def loss_notes(
     kind: LossKind | None, normalised: Sequence[str], stateful: Sequence[str] = ()
 ) -> list[str]:
     """Return sentences on a loss that is no mean over samples, on modules that take statistics of a
-    micro-batch, and on buffers and frozen parameters that the forward changes; none for an
-    ordinary model.
+    micro-batch, and on buffers and frozen parameters that the forward changes.
     """
     sentences = [] if kind in (None, "mean") else [f"the loss is {SENTENCES[kind]}"]
     if normalised:

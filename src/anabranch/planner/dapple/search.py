@@ -51,8 +51,7 @@ Labels = Any
 # source, parent,     how the first stage was added: the state before, the suffix behind it (its
 # step                index among those with as many devices in use), the step of that state
 # entering, gradients bytes of a micro-batch that are read from before, and sent back
-# peak_s              F + B of the slowest stage or transfer
-# closed_s            T_PL: L with all that comes before as one stage on all other devices
+# peak_s, closed_s    F + B of the slowest stage or transfer; T_PL, L with all before as one stage
 # hoped_s, least_s    estimate of the best L of plans with this suffix, and lower bound of it
 _NUMBERS = ("state", "start", "stages", "place", "source", "parent", "step")
 _FIGURES = ("entering", "gradients", "peak_s", "closed_s", "hoped_s", "least_s", *Suffix._fields)
