@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -33,11 +33,12 @@ from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.plans.stages import StageGraph
 from anabranch.record.figures import beside, tables, told
 from anabranch.record.run import Origin, Run, finite
+from anabranch.report.gantt import timeline_svg
+from anabranch.report.html import page
+from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.schedule.schedule import Action
+from anabranch.simulator.critical_path import critical_path
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
-
-if TYPE_CHECKING:
-    from anabranch.report.timeline_layout import ShownTimeline
 
 RUN = "anabranch.run/1"
 
@@ -60,8 +61,6 @@ def new_folder(name: str, began: float) -> Path:
 
 def save_run(run: Run, folder: Path) -> None:
     """Write plan, figures, page and picture into a folder, which is made if it does not exist."""
-    from anabranch.report.gantt import timeline_svg
-
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(run.plan, folder / "plan.json")
     document = document_fields(
@@ -128,8 +127,6 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
     Args:
         against: name of another run and the run, drawn under the same axes.
     """
-    from anabranch.report.html import page
-
     document = run.figures()
     name, other = against or ("", None)
     text = page(
@@ -152,9 +149,6 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
 
 def shown_timeline(title: str, timeline: Timeline, graph: StageGraph, mode: str) -> ShownTimeline:
     """Return a timeline for the page, with its critical path if it is of a step with a flush."""
-    from anabranch.report.timeline_layout import ShownTimeline
-    from anabranch.simulator.critical_path import critical_path
-
     path = critical_path(timeline, graph) if mode == "sync" else ()
     return ShownTimeline(title, timeline, graph, path)
 
