@@ -20,6 +20,7 @@ from anabranch.checkpoint.manifest import Pretrained
 from anabranch.checkpoint.reading import Checkpoint
 from anabranch.checkpoint.writing import write_tensors
 from anabranch.errors import TrainingError
+from anabranch.files.jsonfile import FilePath
 from anabranch.graph.slices import whole_name
 
 WEIGHTS = "model.safetensors"
@@ -50,11 +51,7 @@ class Exported:
 
 
 def export(
-    checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    prefix: str | None = None,
-    trained: bool = False,
+    checkpoint: FilePath, output: FilePath, *, prefix: str | None = None, trained: bool = False
 ) -> Exported:
     """Write the model of a checkpoint.
 
@@ -115,7 +112,7 @@ def export(
     )
 
 
-def require_new(output: str | os.PathLike[str]) -> Path:
+def require_new(output: FilePath) -> Path:
     """Return the output path; raises TrainingError if it exists."""
     if os.path.lexists(output):
         raise TrainingError(f"{output} exists, and an export never replaces anything; name another")

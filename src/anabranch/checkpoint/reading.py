@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from anabranch.checkpoint.manifest import (
 )
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError, some
-from anabranch.files.jsonfile import read_document
+from anabranch.files.jsonfile import FilePath, read_document
 from anabranch.graph.slices import read_by_name, whole_name
 
 
@@ -158,7 +157,7 @@ class Checkpoint(SavedState):
             missing, cut short or of another checkpoint.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: FilePath) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             why = "it is a file" if self.folder.exists() else "there is no such folder"
@@ -263,9 +262,7 @@ class Checkpoint(SavedState):
         return tensor
 
 
-def load_state_dict(
-    folder: str | os.PathLike[str], *, optimizer_state: str = ""
-) -> dict[str, Tensor]:
+def load_state_dict(folder: FilePath, *, optimizer_state: str = "") -> dict[str, Tensor]:
     """Load the whole model of a checkpoint, for ``torch.nn.Module.load_state_dict``.
 
     Args:
