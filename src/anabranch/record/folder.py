@@ -22,6 +22,7 @@ from pydantic import Field
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
 from anabranch.files.jsonfile import (
+    Index,
     Strict,
     document_fields,
     from_document,
@@ -201,22 +202,21 @@ def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-_Device = Annotated[int, Field(ge=0, lt=10**6)]
 _Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
-_Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
-_Sum = Annotated[tuple[_Device, float, float, list[_Count], _Count], Field(strict=False)]
+_Span = Annotated[tuple[Index, float, float, str], Field(strict=False)]
+_Sum = Annotated[tuple[Index, float, float, list[_Count], _Count], Field(strict=False)]
 _What = Literal["bookkeeping", "agreement", "update", "gather"]
-_Overhead = Annotated[tuple[_Device, float, float, _What], Field(strict=False)]
+_Overhead = Annotated[tuple[Index, float, float, _What], Field(strict=False)]
 _Point = Annotated[tuple[float, int], Field(strict=False)]
-_Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
+_Memory = Annotated[tuple[Index, list[_Point]], Field(strict=False)]
 
 
 class _TimelineEntry(Strict):
     title: str
     source: Literal["predicted", "measured"]
     step_s: Annotated[float, Field(ge=0)]
-    devices: list[_Device]
+    devices: list[Index]
     spans: list[_Span]
     memory: list[_Memory]
     sums: list[_Sum] = Field(default_factory=list)
