@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -49,7 +49,7 @@ class ModelSource:
     model: str
     preset: str = "published"
     options: Mapping[str, str] = field(default_factory=dict)
-    granularity: str = "layer"
+    granularity: Granularity = "layer"
     keep: bool = True
     rewrites: tuple[str, ...] = ()
     batch_size: int | None = None
@@ -102,9 +102,10 @@ class ModelSource:
         """The workload's module as a graph of operators."""
         from anabranch.graph.capture import capture_to_plan
 
-        granularity = cast("Granularity", self.granularity)
         with self._capturing():
-            captured = capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
+            captured = capture_to_plan(
+                workload, granularity=self.granularity, rewrites=self.rewrites
+            )
         if self.batch_size is not None and ":" in self.model:
             from anabranch.runtime.data_feed import refusal_of_data
 

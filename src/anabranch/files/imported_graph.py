@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from anabranch.errors import FileFormatError, some
 from anabranch.files.jsonfile import LIMITS
 from anabranch.graph import digraph
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 
 
@@ -78,7 +78,7 @@ class ImportedGraph:
     edges: Sequence[Edge]
     samples: int
     device: str
-    granularity: str = "layer"
+    granularity: Granularity = "layer"
 
     def profile(self) -> Profile:
         """Return the profile; FileFormatError unless this is a connected graph without cycles."""

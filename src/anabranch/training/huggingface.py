@@ -236,7 +236,7 @@ class Trainer:
         options = self.training_options(resume_from_checkpoint) | self._options
         chosen = plan or self.plan()
         # Once here rather than in every rank: forked ranks inherit it.
-        captured = self._captured(cast("Granularity", chosen.granularity))
+        captured = self._captured(chosen.granularity)
         precision = options["compute"].precision
         prepare(captured, chosen.stage_graph, self.workload, precision)
         ranks = len(chosen.stage_graph.devices)
