@@ -238,8 +238,7 @@ def finish(target: Target, lock: int) -> None:
         sync(folder.parent)
     except OSError as error:
         raise TrainingError(
-            f"{folder} cannot be written: {error}; with several machines, the folder has to be on "
-            "a file system that all of them see"
+            f"{folder} cannot be written: {error}; several machines need a file system that all see"
         ) from error
     _unlock(lock)
 

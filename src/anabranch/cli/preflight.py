@@ -98,8 +98,7 @@ def require_trainable(
 
     if workload.data is None:
         raise DataError(
-            "the workload has no data; give Workload a function data(batch_size, epoch) that "
-            "yields batches"
+            "the workload has no data; give it a function data(batch_size, epoch) of batches"
         )
     if isinstance(workload.data, Loader):
         workload.data.require_batch_size(batch_size)
@@ -136,8 +135,7 @@ def require_new_run(run: Path | None) -> None:
     if run is not None and (run / "run.json").exists():
         raise TrainingError(
             f"{run} has the figures of an earlier run (run.json), which are never written over; "
-            "name a new folder with --out, or leave --out away: then every run gets a folder of "
-            "its own in runs"
+            "name a new folder with --out, or leave --out away for one of its own in runs"
         )
 
 

@@ -189,14 +189,9 @@ class ComputeSettings(Settings):
         """Options of the runtime."""
         from anabranch.runtime.compute.options import ComputeOptions
 
-        return usage(
-            ComputeOptions,
-            precision=self.precision,
-            compile=self.backend or False,
-            offload=self.offload,
-            dropout=self.dropout,
-            sparse_embeddings=self.sparse_embeddings,
-        )
+        names = "precision offload dropout sparse_embeddings"
+        alike = {name: getattr(self, name) for name in names.split()}
+        return usage(ComputeOptions, compile=self.backend or False, **alike)
 
 
 @dataclass(frozen=True)
