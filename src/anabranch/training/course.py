@@ -278,9 +278,8 @@ def _warn_of_untold_epochs(pipe: _Pipe) -> None:
     """Warn that a checkpoint comes from a loop with batches of its own."""
     if pipe.rank == 0:
         warnings.warn(
-            f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
-            "trained it, which read its data itself, so epochs and batches count from here; "
-            "ask for those that are left, or read by Pipeline.batches in the loop",
+            f"the checkpoint is of step {pipe.step_number}, but of no epoch: its loop read data "
+            "itself, so epochs and batches count from here; Pipeline.batches in the loop counts",
             stacklevel=4,
         )
 
