@@ -52,7 +52,8 @@ def refuse_mode(
         "--shard-optimizer: not with --mode async, where every replica makes its own versions of "
         "the weights; leave it out, or train with a flush": is_async and compute.shard_optimizer,
         f"clip-stage-norm = {norm} is for --mode async; with a flush the norm is clipped over all "
-        f"stages: give the Workload clip_norm={norm}": not is_async and norm is not None,
+        f"stages: give the Workload a clip_norm, clip_norm={norm}": not is_async
+        and norm is not None,
         f"clip-stage-norm = {norm}: a norm is more than 0": norm is not None and not norm > 0,
     }
     for why, holds in refused.items():

@@ -46,7 +46,7 @@ def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tup
     """Return the rewrites that the user names, for a verb that does not choose them."""
     if text == "auto":
         raise typer.BadParameter(
-            "--rewrite auto is for plan, which chooses; name rewrites, as join-split, or none"
+            "--rewrite auto is for plan alone; name rewrites, such as join-split, or none"
         )
     return named_rewrites(text, source, mode) or ()
 

@@ -246,7 +246,7 @@ def read_profile_file(
     else:
         profile = load_profile(path)
     if profile.source == "imported":
-        note(f"{model} is imported: its seconds are of {profile.device}, whatever is asked for")
+        note(f"{model} is imported: its seconds are those of {profile.device} for any device")
     elif profile.device.split(":")[0] != device.split(":")[0]:
         note(f"{model} has times for {profile.device}, not {device}; seconds are of the former")
     return profile
