@@ -85,8 +85,7 @@ Output = Annotated[
         "-o",
         "--output",
         "--option",
-        help="A file to write, or, with an equals sign, an option of the model (-o layers=8); "
-        "repeatable.",
+        help="A file to write, or an option of the model (-o layers=8); repeatable.",
         callback=_writable_output,
     ),
 ]

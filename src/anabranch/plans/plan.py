@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.graph.opgraph import ModelSize, OpGraph, Precision
+from anabranch.graph.opgraph import Granularity, ModelSize, OpGraph, Precision
 from anabranch.plans.stages import StageGraph
 
 Mode = Literal["sync", "async"]
@@ -217,7 +217,7 @@ class Plan:
     search_s: float
     simulate_s: float
     predicted: Prediction | None
-    granularity: str = "layer"
+    granularity: Granularity = "layer"
     device: str = ""
     options: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()

@@ -147,11 +147,6 @@ def require_signal(expected: Reference) -> None:
         )
 
 
-def merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the gradients that ranks hold in one mapping, and dense."""
-    return {name: dense(gradient) for part in parts for name, gradient in part.items()}
-
-
 def sliced_like(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
     """Return gradients cut into the slices of the pipeline, and dense."""
     cut = in_slices(result.gradients, names, view_named)

@@ -34,6 +34,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
+from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.ranks.placement import own_device
@@ -55,7 +56,6 @@ from anabranch.verification.result import (
     WHOLE,
     VerifyResult,
     largest_error,
-    merged,
     require_signal,
     sliced_like,
     tolerance_of,
@@ -207,7 +207,7 @@ class _Comparison:
         require_signal(expected)
         ranks = launch.run(self._rank, num_devices, self._plan, timeout=timeout)
         loss = ranks[0][0]
-        gradients = merged(part for _, part in ranks)
+        gradients = {name: dense(g) for _, part in ranks for name, g in part.items()}
         others = sliced_like(expected, gradients)
         bitwise = loss == expected.loss and gradients.keys() == others.keys()
         bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
