@@ -51,9 +51,8 @@ def refuse_mode(
         "update; take a larger --batch-size": is_async and accumulate > 1,
         "--shard-optimizer: not with --mode async, where every replica makes its own versions of "
         "the weights; leave it out, or train with a flush": is_async and compute.shard_optimizer,
-        f"clip-stage-norm = {norm} is for --mode async; with a flush the norm is clipped over all "
-        f"stages: give the Workload a clip_norm, clip_norm={norm}": not is_async
-        and norm is not None,
+        f"clip-stage-norm = {norm} is for --mode async; with a flush the norm is of all stages: "
+        f"give the Workload a clip_norm, clip_norm={norm}": not is_async and norm is not None,
         f"clip-stage-norm = {norm}: a norm is more than 0": norm is not None and not norm > 0,
     }
     for why, holds in refused.items():
