@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from anabranch.graph.module_state import with_attributes
+from anabranch.graph.tracing import exporter
 from anabranch.graph.tracing.attributes_read import AttributesRead
 from anabranch.graph.tracing.export import ReturnsLoss
-from anabranch.graph.tracing import exporter
 
 _SOURCES = {"anabranch", "benchmarks", "builtins", "tests", "torch", "transformers"}
 """Packages of classes that no test writes; a model in a file of a test's own may read anything."""
