@@ -245,8 +245,8 @@ def test_an_even_cut_has_micro_batches_that_the_model_takes(samples: int, size: 
 def test_a_batch_is_a_tensor_or_a_mapping_of_another_library() -> None:
     """Given beside a number of devices, for which a plan is made first."""
     x = torch.randn(4, 4)
-    for batch in (x, UserDict(x=x)):
-        assert verify(Workload(Normed(), batch), 2, batch=batch, timeout=LIMIT_S).bitwise
+    for samples in (x, UserDict(x=x)):
+        assert verify(Workload(Normed(), samples), 2, batch=samples, timeout=LIMIT_S).bitwise
 
 
 class Centred(nn.Module):
