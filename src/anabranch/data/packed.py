@@ -68,9 +68,7 @@ pytree.register_pytree_node(
 
 
 def plain(batch: Any) -> Any:
-    """Return a mapping of a class that PyTorch's pytrees do not know, such as the ``BatchEncoding``
-    of collators of transformers, as a dict; any other batch as it is.
-    """
+    """Return a mapping that PyTorch's pytrees do not know, such as ``BatchEncoding``, as a dict."""
     is_known = type(batch) in pytree.SUPPORTED_NODES or not isinstance(batch, Mapping)
     return batch if is_known else dict(batch)
 
