@@ -94,5 +94,5 @@ def test_batch_of_another_form_is_refused() -> None:
 def test_a_list_with_an_entry_per_sample_is_refused_by_name() -> None:
     """Names of files, say, which a short batch has fewer of."""
     layout = capture(Anything(), {"x": torch.ones(4), "files": ["a", "b"]}).layout
-    with pytest.raises(ValueError, match="differs in the entries of files that are no tensors"):
+    with pytest.raises(ValueError, match="differs in entries of files that are no tensors"):
         layout.flatten({"x": torch.ones(4), "files": ["a"]})

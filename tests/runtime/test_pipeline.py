@@ -348,7 +348,7 @@ def test_contexts_that_change_what_torch_computes_are_refused() -> None:
             pytest.raises(TrainingError, match="train with precision bf16"),
         ):
             cast(BATCHES[0])
-    with torch.inference_mode(), pytest.raises(TrainingError, match="learn nothing"):
+    with torch.inference_mode(), pytest.raises(TrainingError, match="would learn nothing"):
         pipeline.step(BATCHES[0])
     with torch.inference_mode():
         held_out = pipeline.evaluate([BATCHES[0]])

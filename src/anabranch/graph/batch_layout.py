@@ -111,8 +111,7 @@ class BatchLayout:
         wrong += [f"has {', '.join(extra)} besides"] if extra else []
         others = sorted({n.partition(".")[0] for n in leaves.keys() ^ self._entries.keys()})
         wrong = wrong or [
-            f"differs in the entries of {', '.join(others)} that are no tensors, which may be left "
-            "out, or given as tensors with an entry per sample"
+            f"differs in entries of {', '.join(others)} that are no tensors: give one, or leave out"
         ]
         raise ValueError(
             f"the batch holds {', '.join(tensors) or 'no tensors'}, but the workload's example "

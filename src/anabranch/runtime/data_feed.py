@@ -176,9 +176,7 @@ def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> 
 
 
 def refusal_of_first_batch(captured: Captured, workload: Workload, batch_size: int) -> str:
-    """Return why training would refuse the first batch of a data set; empty if it would not. Other
-    data, which may take long until its first batch, is left alone.
-    """
+    """Likewise for the first batch of a data set alone; other data may take long to begin."""
     data = workload.data
     is_set = isinstance(data, Loader) and data.num_batches(batch_size) is not None
     if is_set and not workload.buckets:

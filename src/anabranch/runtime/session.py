@@ -159,9 +159,7 @@ class Session:
                 "for the steps in which it is to stay as it is"
             )
         if torch.is_inference_mode_enabled():
-            raise TrainingError(
-                "a step under torch.inference_mode would learn nothing; leave it out around steps"
-            )
+            raise TrainingError("a step would learn nothing in torch.inference_mode: leave it out")
         self._refuse_autocast()
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)

@@ -102,9 +102,8 @@ class Updates:
     def _refuse_own_update(self, *_: Any) -> None:
         if self._is_alone:
             raise TrainingError(
-                "the optimizer's state is shared among replicas (shard_optimizer), so its own step "
-                "behind gradients() would leave parameters out that others hold; call step, or "
-                "make the pipeline with shard_optimizer=False"
+                "under shard_optimizer a step of the optimizer behind gradients() would leave out "
+                "parameters; call step, or make the pipeline with shard_optimizer=False"
             )
 
     def finish(self, worker: Worker, outcome: Outcome) -> None:
