@@ -68,7 +68,7 @@ _NAMES = {
     "runtime.asynchronous.pipeline": "AsyncPipeline",
     "runtime.compute.options": "ComputeOptions",
     "runtime.measurement.workload": "measure_workload",
-    "runtime.muon": "MuonAdam",
+    "runtime.state.muon": "MuonAdam",
     "runtime.pipeline": "Pipeline",
     "solve": "compare explain plan simulate",
     "timeline": "Timeline",
