@@ -1,5 +1,6 @@
 """The comparison itself: it says equal where things are, and finds what is not."""
 
+from collections import UserDict
 from dataclasses import replace
 
 import pytest
@@ -238,6 +239,14 @@ def test_an_even_cut_has_micro_batches_that_the_model_takes(samples: int, size: 
     chosen = workable(captured, even_plan(captured.graph, 2, samples))
     assert [stage.microbatch_size for stage in chosen.stage_graph.stages] == [size, size]
     assert verify(workload, 2, captured=captured, timeout=LIMIT_S).bitwise
+
+
+@pytest.mark.dist
+def test_a_batch_is_a_tensor_or_a_mapping_of_another_library() -> None:
+    """Given beside a number of devices, for which a plan is made first."""
+    x = torch.randn(4, 4)
+    for samples in (x, UserDict(x=x)):
+        assert verify(Workload(Normed(), samples), 2, batch=samples, timeout=LIMIT_S).bitwise
 
 
 class Centred(nn.Module):

@@ -141,6 +141,12 @@ def loaded() -> Workload:
     return replace(towers(), data=DataLoader(samples, batch_size=8))
 
 
+def with_other_labels() -> Workload:
+    """One whose samples have labels of another type than the example."""
+    samples = [{"left": torch.zeros(8), "right": torch.zeros(8), "target": 1} for _ in range(8)]
+    return replace(towers(), data=samples)
+
+
 def without_a_whole_batch() -> Workload:
     """One whose loader drops the only batch, which is a short one."""
     samples = [{n: t[0] for n, t in next(batches(1, 0)).items()}]

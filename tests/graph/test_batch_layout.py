@@ -1,5 +1,6 @@
 """Batches of every form: names of their leaves, and what is refused."""
 
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,18 @@ def test_batch_values_have_bytes_per_sample() -> None:
     assert values["0"].batched
 
 
+def test_entries_come_in_any_order_and_in_mappings_of_other_libraries() -> None:
+    """As collators of transformers make them; the order is that of the example."""
+    tensors = {"b": torch.ones(4), "a": torch.zeros(4, 3)}
+    layout = capture(Anything(), UserDict({**tensors, "double": True})).layout
+    for other in (UserDict, dict):
+        flat = layout.flatten(other({"double": True, "a": tensors["a"], "b": tensors["b"]}))
+        assert list(flat.items()) == list(tensors.items())
+    assert layout.changed_values({"double": False, **tensors}) == [
+        "double is False, but in the workload's example True"
+    ]
+
+
 @dataclass
 class Pair:
     left: Tensor
@@ -76,3 +89,10 @@ def test_batch_of_another_form_is_refused() -> None:
     captured = capture(Anything(), (torch.ones(4), torch.ones(4)))
     with pytest.raises(ValueError, match=r"example holds 0, 1: it lacks 1;"):
         captured.layout.flatten((torch.ones(4),))
+
+
+def test_a_list_with_an_entry_per_sample_is_refused_by_name() -> None:
+    """Names of files, say, which a short batch has fewer of."""
+    layout = capture(Anything(), {"x": torch.ones(4), "files": ["a", "b"]}).layout
+    with pytest.raises(ValueError, match="differs in entries of files that are no tensors"):
+        layout.flatten({"x": torch.ones(4), "files": ["a"]})

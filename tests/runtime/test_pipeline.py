@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.checkpoint import RankPart, saving
 from anabranch.checkpoint.writing import Target, write_part
-from anabranch.errors import LoaderError, NonFiniteError, StageFailedError
+from anabranch.errors import LoaderError, NonFiniteError, StageFailedError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
@@ -334,6 +334,25 @@ def test_an_interrupted_step_does_not_count() -> None:
         pipeline.step(BATCHES[0])
     losses = [pipeline.step(BATCHES[0]) for _ in range(3)]
     assert len(set(losses)) == 3
+
+
+def test_contexts_that_change_what_torch_computes_are_refused() -> None:
+    """Loops of users have them: autocast would cast messages, inference mode keep no gradients. An
+    evaluation needs none of these.
+    """
+    model = built("Chain")
+    pipeline = Pipeline(model.workload, plan(model, 1), captured=model.captured)
+    for cast in (pipeline.step, lambda batch: pipeline.evaluate([batch])):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(TrainingError, match="train with precision bf16"),
+        ):
+            cast(BATCHES[0])
+    with torch.inference_mode(), pytest.raises(TrainingError, match="would learn nothing"):
+        pipeline.step(BATCHES[0])
+    with torch.inference_mode():
+        held_out = pipeline.evaluate([BATCHES[0]])
+    assert pipeline.step(BATCHES[0]) == pytest.approx(held_out["loss"])
 
 
 def test_batches_that_raise_leave_the_others_their_messages() -> None:

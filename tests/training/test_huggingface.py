@@ -226,6 +226,9 @@ def test_what_is_not_taken_over_is_refused():
     strange: Any = {"optimizers": (None, None), "nonsense": 1}
     with pytest.raises(TypeError, match=r"optimizers: give optimizer=.*nonsense: there is no such"):
         Trainer(*data, devices=2, **strange)
+    for sets in ((None,), ({"a": Sentences()},), (Sentences(), {"a": Sentences()})):
+        with pytest.raises(TypeError, match="a data set with a length and an index, not a"):
+            Trainer(model, arguments(), collate, *sets, devices=2)
     called: Any = [transformers.TrainerCallback()]
     with pytest.raises(TypeError, match=r"callbacks are functions of training\.events"):
         Trainer(*data, devices=2, callbacks=called)

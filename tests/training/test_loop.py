@@ -1,5 +1,6 @@
 """The ready training loop."""
 
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_batches_of_another_size_than_the_plans_are_noted() -> None:
     assert {run.samples: run.other_samples for run in every} == cases
     for run in every:
         assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
+
+
+def test_batches_may_be_mappings_of_another_library() -> None:
+    """As collators of transformers make them: read, counted and trained on like a dict."""
+    model = built("Chain")
+    losses = []
+    for kind in (dict, UserDict):
+        workload = with_options(model, data=lambda *args, kind=kind: map(kind, data(*args)))
+        [(run, _)] = runs(model, plan(model, 1), workload, epochs=1, steps=5)
+        losses.append(run.losses)
+    assert losses[0] == losses[1]
 
 
 def test_epochs_after_a_loop_that_told_none_count_from_there(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ pytree.register_pytree_node(
 )
 
 
+def plain(batch: Any) -> Any:
+    """Return a mapping that PyTorch's pytrees do not know, such as ``BatchEncoding``, as a dict."""
+    is_known = type(batch) in pytree.SUPPORTED_NODES or not isinstance(batch, Mapping)
+    return batch if is_known else dict(batch)
+
+
 def call_module(module: nn.Module, batch: Any, *, traced: bool = False) -> Any:
     """Call a module on a batch: a dict as keyword arguments, a tuple or list as positional ones."""
     if isinstance(batch, PackedBatch):
@@ -162,7 +168,7 @@ class Rows:
             DataError: if the rows of a tensor are not those of its samples.
         """
         if isinstance(batch, PackedBatch) or not (self.rows or self.samples_in):
-            return batch
+            return plain(batch)
         tensors = dict(batch) if isinstance(batch, Mapping) else {}
         apart = [*(row[0] for row in self.rows), *(name for name, _ in self.samples_in)]
         if missing := [name for name in apart if name not in tensors]:

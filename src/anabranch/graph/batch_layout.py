@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from anabranch.data.packed import PackedBatch, Rows
+from anabranch.data.packed import PackedBatch, Rows, plain
 from anabranch.errors import CaptureError
 from anabranch.workload import Batch
 
@@ -37,7 +37,7 @@ class BatchLayout:
     @staticmethod
     def of(example: Batch) -> BatchLayout:
         """Return the layout of batches like an example; raise CaptureError without samples."""
-        paths, spec = pytree.tree_flatten_with_path(example)
+        paths, spec = pytree.tree_flatten_with_path(plain(example))
         leaves = tuple(leaf for _, leaf in paths)
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         names = tuple(leaf_name(paths[i][0]) for i in positions)
@@ -70,6 +70,11 @@ class BatchLayout:
         return BatchLayout(names, positions, spec, leaves)
 
     @cached_property
+    def _entries(self) -> dict[str, Any]:
+        """Leaves of the example by name."""
+        return _by_name(pytree.tree_unflatten(self.leaves, self.spec))
+
+    @cached_property
     def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensor of a batch -> its shape without the samples, and its type."""
         tensors = [self.leaves[i] for i in self.positions]
@@ -90,35 +95,39 @@ class BatchLayout:
     def packed(self, batch: Batch) -> Batch:
         """Return a batch as the workload's data has it; a user's own may have rows of samples."""
         packing = self.spec.context[1] if self.spec.type is PackedBatch else None
-        return packing.packed(batch) if isinstance(packing, Rows) else batch
+        return packing.packed(batch) if isinstance(packing, Rows) else plain(batch)
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the tensors of a batch by name; ValueError if it is not built as the example."""
-        batch = self.packed(batch)
-        paths, _ = pytree.tree_flatten_with_path(batch)
-        tensors = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
-        if len(paths) != len(self.leaves) or tuple(tensors) != self.names:
-            missing = [name for name in self.names if name not in tensors]
-            extra = [name for name in tensors if name not in self.names]
-            wrong = [f"lacks {', '.join(missing)}"] if missing else []
-            wrong += [f"has {', '.join(extra)} besides"] if extra else []
-            raise ValueError(
-                f"the batch holds {', '.join(tensors) or 'no tensors'}, but the workload's example "
-                f"holds {', '.join(self.names)}: it {' and '.join(wrong) or 'differs'}; "
-                "every batch has to be built as the example is"
-            )
-        return tensors
+        """Return the tensors of a batch by name, in the order of the example; ValueError if it is
+        not built as that is.
+        """
+        leaves = _by_name(self.packed(batch))
+        tensors = {n: leaf for n, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+        if leaves.keys() == self._entries.keys() and tensors.keys() == set(self.names):
+            return {name: tensors[name] for name in self.names}
+        missing = [name for name in self.names if name not in tensors]
+        extra = [name for name in tensors if name not in self.names]
+        wrong = [f"lacks {', '.join(missing)}"] if missing else []
+        wrong += [f"has {', '.join(extra)} besides"] if extra else []
+        others = sorted({n.partition(".")[0] for n in leaves.keys() ^ self._entries.keys()})
+        wrong = wrong or [
+            f"differs in entries of {', '.join(others)} that are no tensors: give one, or leave out"
+        ]
+        raise ValueError(
+            f"the batch holds {', '.join(tensors) or 'no tensors'}, but the workload's example "
+            f"holds {', '.join(self.names)}: it {' and '.join(wrong)}; every batch has to be built "
+            "as the example is"
+        )
 
     def changed_values(self, batch: Batch) -> list[str]:
         """Return entries other than tensors that differ from those of the example, as text."""
         if len(self.positions) == len(self.leaves):
             return []
-        paths, _ = pytree.tree_flatten_with_path(batch)
-        pairs = zip(paths, self.leaves, strict=True)
+        leaves = _by_name(self.packed(batch))
         return [
-            f"{leaf_name(path)} is {_shown(leaf)}, but in the workload's example {_shown(kept)}"
-            for (path, leaf), kept in pairs
-            if not isinstance(kept, torch.Tensor) and not _same_value(leaf, kept)
+            f"{name} is {_shown(leaves[name])}, but in the workload's example {_shown(kept)}"
+            for name, kept in self._entries.items()
+            if not isinstance(kept, torch.Tensor) and not _same_value(leaves[name], kept)
         ]
 
     @property
@@ -145,6 +154,11 @@ class BatchLayout:
             else:
                 result.append(leaf.detach()[rows.to(leaf.device)].to(device))
         return result
+
+
+def _by_name(batch: Batch) -> dict[str, Any]:
+    paths, _ = pytree.tree_flatten_with_path(batch)
+    return {leaf_name(path): leaf for path, leaf in paths}
 
 
 def _same_value(value: Any, kept: Any) -> bool:

@@ -288,6 +288,7 @@ class Captured:
             first = self.programs.exporter
             exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
             exporter.moved |= first.moved
+            exporter.told = first.told
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from anabranch.data.packed import call_module
+from anabranch.data.packed import call_module, plain
 from anabranch.device import accelerator
 from anabranch.errors import AnabranchError, TrainingError
 from anabranch.graph.capture import Captured
@@ -50,7 +50,7 @@ class Reference:
 
 def num_samples(batch: Batch) -> int:
     """Samples in a batch: the size of dimension 0 of its tensors."""
-    return next(int(t.shape[0]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+    return next(int(t.shape[0]) for t in pytree.tree_leaves(plain(batch)) if isinstance(t, Tensor))
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:

@@ -148,7 +148,8 @@ class Session:
         Raises:
             DataError: if it is not built as the example.
             TrainingError: if a parameter is trained now that was frozen at the start, or an
-                attribute that the forward reads, or a part of the module, has changed.
+                attribute that the forward reads, or a part of the module, has changed, or torch is
+                in inference mode or casts by itself.
         """
         if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
@@ -157,6 +158,9 @@ class Session:
                 "and now requires_grad is True; leave it True from the start, and set it to False "
                 "for the steps in which it is to stay as it is"
             )
+        if torch.is_inference_mode_enabled():
+            raise TrainingError("a step would learn nothing in torch.inference_mode: leave it out")
+        self._refuse_autocast()
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
@@ -164,6 +168,14 @@ class Session:
         self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
+
+    def _refuse_autocast(self) -> None:
+        if torch.is_autocast_enabled(self.place.type):
+            raise TrainingError(
+                "torch.autocast is on around the pipeline, and stages would send each other other "
+                "types than their programs have; leave it out, and train with precision bf16 or "
+                'fp16 (ComputeOptions(precision="bf16"), --precision bf16)'
+            )
 
     def _require_unchanged(self, workers: WorkerCache, *, values: bool = True) -> None:
         reads = workers.captured.programs.exporter.reads
@@ -208,6 +220,7 @@ class Session:
         Raises:
             DataError: if there are no batches.
         """
+        self._refuse_autocast()
         before, samples = None, 0
         with POSITION.doing(Phase.EVALUATION):
             with self.failing():

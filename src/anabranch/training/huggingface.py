@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_model
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from anabranch import launch, solve
 from anabranch.checkpoint import Checkpoint, load_state_dict
@@ -51,7 +51,7 @@ from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
 from anabranch.training import SaveEvery, train
 from anabranch.training.trainer_arguments import TrainerArguments, require_supported
-from anabranch.workload import NamedParameters, Workload
+from anabranch.workload import NamedParameters, Workload, with_article
 
 _INSTEAD = {
     "callbacks": "callbacks are functions of training.events, not TrainerCallback objects",
@@ -138,6 +138,14 @@ class Trainer:
         eval_dataset, processing_class = self.eval_dataset, self.processing_class
         collate = _collator(model, taken, self._data_collator, processing_class)
         self._collate = collate
+        data_sets = [train_dataset, *([] if eval_dataset is None else [eval_dataset])]
+        for data in data_sets:
+            if isinstance(data, Mapping | IterableDataset) or not hasattr(data, "__len__"):
+                raise TypeError(
+                    "train_dataset, and eval_dataset if there is one, has to be a data set with a "
+                    f"length and an index, not {with_article(type(data).__name__)}; evaluate "
+                    "several by evaluate(eval_dataset)"
+                )
         size = taken.per_device_train_batch_size * devices
         seed = taken.seed if taken.data_seed is None else taken.data_seed
         if len(train_dataset) < size:
@@ -145,7 +153,6 @@ class Trainer:
                 f"the data set has {len(train_dataset)} samples, and a batch {size} "
                 f"(per_device_train_batch_size times {devices} devices); take a smaller one"
             )
-        data_sets = [data for data in (train_dataset, eval_dataset) if data is not None]
         with torch.random.fork_rng(devices=[]):
             example = collate([train_dataset[i] for i in range(min(size, 4))])
             padding = _padding(model, processing_class) | dict(self._fill or {})

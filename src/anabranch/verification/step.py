@@ -100,9 +100,8 @@ def verify(
     """
     if isinstance(plan, int):
         captured = captured or capture_workload(workload)
-        plan = even.workable(
-            captured, even.even_plan(captured.graph, plan, num_samples(batch or workload.example))
-        )
+        size = num_samples(workload.example if batch is None else batch)
+        plan = even.workable(captured, even.even_plan(captured.graph, plan, size))
     captured = captured or plan_parts.captured_for(workload, plan)
     if workload.buckets and batch is None:
         compare = partial(verify, exact=exact, timeout=timeout, device=device, dropout=dropout)

@@ -256,6 +256,16 @@ def test_sparse_gradients_that_the_optimizer_does_not_take_are_refused_before_me
 
 
 @pytest.mark.dist
+def test_samples_unlike_the_example_are_refused_before_measuring(run, monkeypatch):
+    """Measuring and planning may take minutes. With a plan, ranks read the data at once."""
+    monkeypatch.setattr(Job, "measure", None)
+    code, _, err = run("train", "tests.cli.models:with_other_labels", "--batch-size", "4")
+    assert code == 1
+    assert "DataError: batch 0 of epoch 0 differs from the workload's example" in err
+    assert "target is [samples] int64, not [samples] float32" in err
+
+
+@pytest.mark.dist
 def test_gradients_are_clipped_stage_by_stage(document, run_file, tmp_path):
     """The key reaches the pipeline: without momentum and rate decay, losses are others."""
     plan = by_hand([("left right", [0]), ("head", [1])], 8, mode="async", policy="stash")

@@ -1,6 +1,7 @@
 """Traps of the tracer: what a forward may do, what is refused, and what the message says."""
 
 import logging
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -336,10 +337,15 @@ def test_custom_operator_keeps_its_backward(name: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_is_dropped_with_a_warning(reentrant: bool) -> None:
-    """Gradients stay right, also in the reentrant form, whose gradients the tracer cuts off."""
+    """Gradients stay right, also in the reentrant form, whose gradients the tracer cuts off. It is
+    said once, not again for an evaluation or for batches of other sizes.
+    """
     module = Net(lambda net, h: checkpoint(lambda t: t.exp().tanh(), h, use_reentrant=reentrant))
     with pytest.warns(CaptureWarning, match=r"test_export.py:\d+ .*recompute"):
         captured = capture(module, batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured.evaluation().programs.at(2)
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.errors import TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shard
@@ -219,6 +220,23 @@ def test_gradients_of_one_batch_are_everywhere() -> None:
     for mine, theirs in zip(*run_each(model, chosen, *ways), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.dist
+def test_a_step_of_the_optimizer_behind_gradients_is_refused() -> None:
+    """It would update what this rank has the state of, and nobody would get that."""
+    model = with_programs(built("Tied"), 16)
+
+    def work(pipeline: Pipeline) -> float:
+        loss, _ = pipeline.gradients(batch(16))
+        if pipeline.optimizer is not None:
+            with pytest.raises(TrainingError, match="would leave out parameters"):
+                pipeline.optimizer.step()
+        assert pipeline.step(batch(16)) == loss
+        return pipeline.step(batch(16)) - loss
+
+    changes = run(model, plan(model, 2, replicas=[2, 1]), work, shard_optimizer=True)
+    assert changes[0] != 0
 
 
 def test_exact_mode_is_refused() -> None:

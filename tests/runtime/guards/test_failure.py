@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.graph.capture import capture
@@ -12,6 +13,7 @@ from anabranch.runtime.guards.position import POSITION
 from anabranch.schedule.schedule import Action, Kind
 from tests.graph.chain import run_stages
 from tests.graph.nets import one_stage
+from tests.runtime.training import on_one_device
 
 
 def test_what_is_raised_inside_says_where() -> None:
@@ -51,6 +53,40 @@ def test_the_operation_that_raises_is_named() -> None:
     )
     with pytest.raises(StageFailedError, match=named), located(0):
         run_stages(stages, (batch[0], batch[1] + 1))
+
+
+class Weighs(nn.Module):
+    """Weighs words by their counts in the batch, which the whole batch tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        counts = torch.bincount(words, minlength=3)
+        return F.cross_entropy(self.scores(x), words, weight=1 / counts.clamp(min=1))
+
+
+class Deals(Weighs):
+    """Deals samples out by the counts of their words, inside a stage."""
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        counts = torch.bincount(words, minlength=3)
+        parts = x[words.argsort()].split(counts.tolist())
+        return torch.cat([self.scores(part) for part in parts]).mean()
+
+
+@pytest.mark.parametrize("kind", [Weighs, Deals])
+def test_an_operation_that_the_runtime_calls_otherwise_is_named(kind: type[nn.Module]) -> None:
+    """Outside of a stage's graph, and by a method: here of a word beyond those that are counted."""
+
+    def make(samples: int, word: int = 0) -> tuple[Tensor, Tensor]:
+        return torch.ones(samples, 2), torch.full((samples,), word)
+
+    _, pipeline = on_one_device(kind(), make)
+    named = r"shape '\[3\]' is invalid .*; the model calls it, at .*_failure\.py:\d+ \(counts ="
+    with pytest.raises(StageFailedError, match=named):
+        pipeline.step(make(8, 3))
 
 
 def test_an_update_inside_the_backward_is_named() -> None:

@@ -17,7 +17,7 @@ from anabranch.runtime.numerics.nonfinite import Finding, bad_names
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from tests.runtime.small import WIDTH, Batch, Built, batch, plan
-from tests.runtime.training import run, run_each
+from tests.runtime.training import on_one_device, run, run_each
 
 ACTIVATION, LOSS, GRADIENT, PARAMETER = range(4)
 
@@ -233,3 +233,24 @@ def test_a_bad_batch_of_several_is_named_when_it_ran(model: Built) -> None:
     assert len(set(results)) == 1
     assert "step 0" in results[0][0]
     assert results[0][1] == 1
+
+
+class Ignoring(nn.Module):
+    """A mean over the labels that are not ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), label, ignore_index=0)
+
+
+def test_a_mean_over_no_labels_is_not_blamed_on_the_learning_rate_alone() -> None:
+    """In one micro-batch there may be none; in a whole batch 0 / 0 is not finite."""
+    _, pipeline = on_one_device(Ignoring(), batch)
+    some = batch(8)
+    some["label"][2:4] = 0
+    assert pipeline.step(some) > 0
+    with pytest.raises(NonFiniteError, match="leave out batches whose labels are all ignored"):
+        pipeline.step(some | {"label": torch.zeros_like(some["label"])})

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from anabranch.cli.torchrun import on_first
+from anabranch.cli.torchrun import is_rank, on_first
 from anabranch.cli.training import preflight
 from anabranch.cli.training.job import Job
 from anabranch.cli.training.training_settings import (
@@ -15,6 +15,7 @@ from anabranch.cli.training.training_settings import (
     TrainedPlanSettings,
     TrainingSettings,
 )
+from anabranch.errors import DataError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -35,6 +36,8 @@ def plan_of_run(
 
     Whatever cannot run is refused as early as possible.
     """
+    from anabranch import launch
+    from anabranch.runtime.data_feed import refusal_of_first_batch
     from anabranch.runtime.state.optimizer_facts import require_recipe_updates
 
     is_async = flush.is_async(job.plan)
@@ -55,6 +58,11 @@ def plan_of_run(
     has_rows = job.plan is not None and job.plan.sparse_embeddings
     if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
         require_recipe_updates(job.workload, job.captured.graph, sparse_embeddings=asks_for_rows)
+    if job.plan is None and not is_rank():  # or the ranks read it at once
+        what = job.captured, job.workload, job.batch_size(local)
+        # In a process of its own, as ranks must not share the files that reading opens.
+        if refusal := launch.run(refusal_of_first_batch, 1, *what)[0]:
+            raise DataError(refusal)
     search = partial(
         job.search,
         local,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.sparse import rows_pay
 from anabranch.device import accelerator
+from anabranch.errors import TrainingError
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.data_parallel.gradients import clip, divide, gradients_of, sum_of_squares
@@ -59,7 +60,7 @@ class Updates:
         self._row_tables = row_tables(session)
         self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
-        self._is_open = self.is_last = self._is_alone = False
+        self._is_open = self.is_last = self._is_alone = self._is_guarded = False
         self._batch_sizes: list[int] = []  # since the last update
 
     @property
@@ -88,12 +89,22 @@ class Updates:
             self.accumulated += 1
         self.is_last = alone or self.accumulated == self.accumulate
         self._is_alone = alone
+        if alone and self._holders.shards and self._state.optimizer and not self._is_guarded:
+            self._state.optimizer.register_step_pre_hook(self._refuse_own_update)
+            self._is_guarded = True
         self.reducer.begin(
             worker.last_backwards,
             is_last=self.is_last and not self._exact,
             everywhere=alone,
             batch_sizes=self._batch_sizes,
         )
+
+    def _refuse_own_update(self, *_: Any) -> None:
+        if self._is_alone:
+            raise TrainingError(
+                "under shard_optimizer a step of the optimizer behind gradients() would leave out "
+                "parameters; call step, or make the pipeline with shard_optimizer=False"
+            )
 
     def finish(self, worker: Worker, outcome: Outcome) -> None:
         """End a batch; after the last one of an update, ``.grad`` is the mean over its batches."""

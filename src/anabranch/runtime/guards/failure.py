@@ -20,6 +20,7 @@ from torch import fx
 
 from anabranch import errors
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
+from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.flat_program import frame as module_path
 from anabranch.graph.user_lines import user_line
 from anabranch.plans.stages import StageGraph
@@ -59,13 +60,16 @@ def _operation(error: BaseException) -> str:
     in the traceback, as in a backward.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, fx.GraphModule) and frame.f_code.co_name == "forward":
+        program, nodes = frame.f_locals.get("self"), []
+        if isinstance(program, FlatProgram):
+            nodes = [frame.f_locals.get("node")]
+        elif isinstance(program, fx.GraphModule) and frame.f_code.co_name == "forward":
             # Each line of the code of a graph assigns to a variable with the name of a node.
             name = linecache.getline(frame.f_code.co_filename, line).partition("=")[0].strip()
-            for node in module.graph.nodes:
-                if node.name == name and node.op == "call_function":
-                    return f"; {module_path(node) or 'the model'} calls it, at {user_line(node)}"
+            nodes = [node for node in program.graph.nodes if node.name == name]
+        for node in nodes:
+            if isinstance(node, fx.Node) and node.op.startswith("call"):  # a function or method
+                return f"; {module_path(node) or 'the model'} calls it, at {user_line(node)}"
     return ""
 
 

@@ -93,6 +93,8 @@ class Trace:
         firsts = self._mesh.gather(min(findings, default=_NOTHING))
         cause = min(Finding(*first) for first in firsts)
         text = self._describe(cause, when) + _in_batch(leaves)
+        if cause.what == _LOSS and self._captured.programs.statistics:
+            advice += ", or leave out batches whose labels are all ignored: no mean is of nothing"
         return NonFiniteError(f"{text}; {consequence}; {_data_advice(leaves, when) or advice}")
 
     def findings(self, outcome: Outcome) -> list[Finding]:
