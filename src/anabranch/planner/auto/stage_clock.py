@@ -330,7 +330,7 @@ def _run(
 def step_s(
     home: NDArray[np.int32],
     owner: NDArray[np.int32],
-    setups: NDArray[np.void],
+    settings: NDArray[np.int32],
     count: int,
     deep: bool,
     chained: bool,
@@ -342,10 +342,13 @@ def step_s(
 ) -> float:
     """Return the seconds of a step of ``count`` stages, or of a period without a flush; infinity if
     the draft cannot run or takes longer than the limit.
+
+    Args:
+        settings: micro-batch sizes of all stages, then their k, then whether they recompute.
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    count_devices(owner, setups, problem.levels, stages, state)
+    count_devices(owner, settings, problem.levels, stages, state)
     if not split_samples(problem, stages):
         return np.inf
     join_stages(home, problem, stages, state)
