@@ -309,13 +309,11 @@ def _run(
         for i in range(stage.edges[1 - way]):
             e = state.edges_of[1 - way, s, i]
             edge = state.edges[e]
-            size = stages[edge.ends[1 - way]].microbatch
-            first, stop = done, done + 1
-            if size != stage.microbatch:
-                first, stop = low // size, -(-high // size)
-            for j in range(first, min(stop, edge.posted[way])):
-                samples = min(high, (j + 1) * size) - max(low, j * size)
-                send(e, way, j, samples, end, (1.0, 0.0), state)
+            # A receive is posted when all before it have their samples, so one is open at most.
+            posted = edge.posted[way]
+            stop = min(high, posted * stages[edge.ends[1 - way]].microbatch)
+            if low < stop:
+                send(e, way, posted - 1, stop - low, end, (1.0, 0.0), state)
         _turn(stage, end)
         _take(s, batch_size, state)
         for i in range(stage.edges[1 - way]):
