@@ -361,9 +361,10 @@ def _keep_slices(
     """Half the time, keep the samples per replica of stage ``s`` in the stages made of it."""
     if not space.flush or rng.random() >= 0.5:
         return after
-    sizes, devices = [*after.microbatch], len(_where(before.owner == s))
+    sizes, owners = [*after.microbatch], after.owner.tolist()
+    devices = before.owner.tolist().count(s)
     for stage in stages:
-        size = sizes[stage] * len(_where(after.owner == stage)) // devices
+        size = sizes[stage] * owners.count(stage) // devices
         sizes[stage] = size if size in space.sizes else sizes[stage]
     return after._replace(microbatch=tuple(sizes))
 
