@@ -21,7 +21,6 @@ from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.space import Space
 
 Move = Callable[[Draft, Space, Random], Draft | None]
-Indices = NDArray[np.intp]
 Item = TypeVar("Item")
 
 
@@ -318,7 +317,7 @@ def draw(draft: Draft, space: Space, rng: Random) -> Draft:
     return draft
 
 
-def _where(mask: NDArray[np.bool_]) -> Indices:
+def _where(mask: NDArray[np.bool_]) -> NDArray[np.intp]:
     return mask.nonzero()[0]
 
 

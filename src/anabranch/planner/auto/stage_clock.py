@@ -340,9 +340,6 @@ def step_s(
 ) -> float:
     """Return the seconds of a step of ``count`` stages, or of a period without a flush; infinity if
     the draft cannot run or takes longer than the limit.
-
-    Args:
-        settings: micro-batch sizes of all stages, then their k, then whether they recompute.
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0

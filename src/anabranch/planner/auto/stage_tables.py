@@ -31,7 +31,9 @@ def count_devices(
     stages: Table[StageRecord],
     state: State,
 ) -> None:
-    """Count the devices and shared cards of every stage, and copy its settings."""
+    """Count the devices and shared cards of every stage, and copy its settings: ``settings`` has
+    the sizes of micro-batches of all stages, then their k, then whether they recompute.
+    """
     ports_of, node, cards = state.ports_of, levels[0].devices, levels[0].cards
     for s in range(len(stages)):
         stage = stages[s]
