@@ -83,7 +83,7 @@ def _drafts(cost: CostModel, batch_size: int, evaluator: Evaluator) -> Iterator[
     found = 0
     for seed in range(50 * DRAFTS):
         draft = random_draft(cost, batch_size, seed, plain=seed % 2 == 0)
-        if batch_size > MOST_MICROBATCHES * int(draft.setups["microbatch"].min()):
+        if batch_size > MOST_MICROBATCHES * min(draft.microbatch):
             continue
         if math.isfinite(evaluator(draft)):
             yield draft

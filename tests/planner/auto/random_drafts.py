@@ -3,7 +3,7 @@
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.planner.auto.draft import SETUP, Draft
+from anabranch.planner.auto.draft import Draft
 
 
 def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = False) -> Draft:
@@ -25,14 +25,12 @@ def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = F
     else:
         microbatch = rng.choice(sizes, count)
     often = rng.random(2) * (not plain)
-    setups = np.zeros(count, SETUP)
-    setups["microbatch"] = microbatch
-    setups["k"] = np.where(rng.random(count) < often[0], rng.integers(1, 4, count), 1)
-    setups["recompute"] = rng.random(count) < often[1]
+    k = np.where(rng.random(count) < often[0], rng.integers(1, 4, count), 1)
+    recompute = (rng.random(count) < often[1]).astype(int)
     return Draft(
         home,
         owner,
-        setups,
+        *(tuple(settings.tolist()) for settings in (microbatch, k, recompute)),
         deep=bool(rng.random() < 0.5),
         chained=not plain and bool(rng.random() < 0.2),
         sharded=not plain and bool(rng.random() < 0.3),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.auto.draft import SETUP, Draft, draft_of, stage_graph_of
+from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner import shapes
@@ -27,7 +27,7 @@ def diamond() -> tuple[CostModel, Draft]:
     """op0 -> op1, op2 -> op3, with the branches on devices 1 and 0."""
     cost = linked_model(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     draft = Draft(
-        ints(0, 1, 0, 0), ints(1, 0), np.array([(2, 1, True), (4, 2, False)], SETUP),
+        ints(0, 1, 0, 0), ints(1, 0), (2, 4), (1, 2), (1, 0),
         deep=True, chained=False, sharded=False,
     )  # fmt: skip
     return cost, draft
@@ -47,8 +47,7 @@ def test_a_draft_as_stages():
 def test_a_group_holds_no_more_micro_batches_than_there_are():
     """With 3 samples micro-batches of 2 and 4 are two and one; a k of 2 is then 2 and 1."""
     cost, draft = diamond()
-    draft.setups["k"] = 2
-    graph = stage_graph_of(draft._replace(home=ints(0, 1, 0, 1)), cost, 3)
+    graph = stage_graph_of(draft._replace(home=ints(0, 1, 0, 1), k=(2, 2)), cost, 3)
     assert [stage.k for stage in graph.stages] == [2, 1]
 
 
@@ -63,7 +62,7 @@ def test_numbers_of_stages_say_what_comes_first_in_a_chain():
     """Two operators side by side: chained, the stage with the lower number runs first."""
     cost = linked_model(2, [])
     draft = Draft(
-        ints(1, 0), ints(0, 1), np.array([(1, 1, False)] * 2, SETUP),
+        ints(1, 0), ints(0, 1), (1, 1), (1, 1), (0, 0),
         deep=False, chained=True, sharded=False,
     )  # fmt: skip
     graph = stage_graph_of(draft, cost, 2)

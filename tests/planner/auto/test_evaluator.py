@@ -205,10 +205,13 @@ def test_cards_are_full_where_receives_are_posted_at_once(branches, node, card):
     linked = linked_model(count + 1, edges, [1] * count + [0]).profile
     values = tuple(replace(value, nbytes=100) for value in linked.graph.values)
     profile = replace(linked, graph=replace(linked.graph, values=values))
-    stages, setup = np.arange(count + 1, dtype=np.int32), draft("0", "0", microbatch=count).setups
+    stages, settings = (
+        np.arange(count + 1, dtype=np.int32),
+        [(n,) * (count + 1) for n in (count, 1, 0)],
+    )
     owner = np.minimum(np.arange(2 * count, dtype=np.int32), count)
     machine = cluster(len(owner), node=node, memory=2**40, bandwidth=1e6, card=card)
-    joined = Draft(stages, owner, setup.repeat(count + 1), deep=True, chained=False, sharded=False)
+    joined = Draft(stages, owner, *settings, deep=True, chained=False, sharded=False)
     cost, batch_size = CostModel(profile, machine), 16 * count
     simulated = simulated_s(cost, batch_size, joined)
     assert Evaluator(cost, batch_size)(joined) == pytest.approx(simulated, rel=0.06)
@@ -281,8 +284,7 @@ def test_many_micro_batches_of_several_sizes():
     long each.
     """
     where = space(CHAIN, 2)
-    mixed = draft("000111", "01")
-    mixed.setups["microbatch"] = 1, 4
+    mixed = draft("000111", "01")._replace(microbatch=(1, 4))
     seconds = Evaluator(where.cost, 2048)(mixed)
     assert seconds == pytest.approx(simulated_s(where.cost, 2048, mixed), rel=1e-3)
 

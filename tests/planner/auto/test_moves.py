@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from anabranch.planner.auto.draft import SETUP, Draft
+from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.moves import MOVES, Move, draw
 from anabranch.planner.auto.space import Space
 from tests.planner.auto.random_drafts import random_draft
@@ -30,7 +30,9 @@ def draft(home: str, owner: str, microbatch: int = 4) -> Draft:
     return Draft(
         np.array([*map(int, home)], dtype=np.int32),
         np.array([*map(int, owner)], dtype=np.int32),
-        np.array([(microbatch, 1, False)] * count, SETUP),
+        (microbatch,) * count,
+        (1,) * count,
+        (0,) * count,
         deep=False,
         chained=False,
         sharded=False,
@@ -66,8 +68,9 @@ def well_formed(found: Draft) -> bool:
     return (
         np.unique(found.home).tolist() == stages
         and np.unique(found.owner).tolist() == stages
-        and found.setups["microbatch"].min() >= 1
-        and found.setups["k"].min() >= 1
+        and min(found.microbatch) >= 1
+        and min(found.k) >= 1
+        and {*map(len, found[2:5])} == {len(stages)}
     )
 
 
@@ -88,7 +91,8 @@ def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
             made += 1
             assert well_formed(after)
             assert not all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-            assert [x.dtype for x in after[:3]] == [np.dtype(np.int32), np.dtype(np.int32), SETUP]
+            assert [x.dtype for x in after[:2]] == [np.dtype(np.int32), np.dtype(np.int32)]
+            assert [type(x) for x in after[2:5]] == [tuple, tuple, tuple]
     assert made > 5
 
 
@@ -140,7 +144,7 @@ def test_merged_and_split_stages_may_leave_a_replica_its_samples():
     def sizes(name: str, before: Draft, where: Space) -> set[tuple[str, tuple[int, ...]]]:
         made = (MOVES[name][0](before, where, Random(seed)) for seed in range(300))
         found = [after for after in made if after is not None]
-        return {(digits(x.owner), tuple(x.setups["microbatch"].tolist())) for x in found}
+        return {(digits(x.owner), x.microbatch) for x in found}
 
     halves = draft("000111", "0011")
     assert sizes("merge", halves, where) == {("0000", (4,)), ("0000", (8,))}
@@ -189,7 +193,7 @@ def test_how_stages_run():
         return [found for found in made if found is not None]
 
     def setups(name: str, field: str) -> set[tuple[int, ...]]:
-        return {tuple(found.setups[field].tolist()) for found in after(name)}
+        return {getattr(found, field) for found in after(name)}
 
     assert setups("resize all", "microbatch") == {(2, 2), (8, 8)}
     assert setups("resize stage", "microbatch") == {(2, 4), (8, 4), (4, 2), (4, 8)}
@@ -205,7 +209,7 @@ def test_a_move_that_has_nothing_to_do_is_drawn_again():
     where = Space(replace(linked_model(1, []), cluster=cluster(1)), 8, (4, 8))
     before = draft("0", "0")
     drawn = [draw(before, where, Random(seed)) for seed in range(50)]
-    sizes = {after.setups["microbatch"].item() for after in drawn}
+    sizes = {after.microbatch[0] for after in drawn}
     assert sizes == {4, 8}
     assert sum(after is not before for after in drawn) > 40
 

@@ -30,7 +30,7 @@ UNEVEN = stages("000111", "000001")
 
 def priced(found: Draft, limit: float) -> float:
     """As ``slowest``, where every replica has samples."""
-    short = (found.setups["microbatch"] < np.bincount(found.owner)).any()
+    short = (found.microbatch < np.bincount(found.owner)).any()
     return math.inf if short else slowest(found, limit)
 
 

@@ -157,4 +157,4 @@ def _unlike(drafts: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
 
 def _shape(draft: Draft) -> tuple[int, int]:
     """Return the number of stages, and the samples of a micro-batch in the first stage."""
-    return draft.num_stages, draft.setups["microbatch"][0]
+    return draft.num_stages, draft.microbatch[0]

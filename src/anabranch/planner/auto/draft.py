@@ -26,11 +26,7 @@ from anabranch.plans.edges import value_edges
 from anabranch.plans.stages import Stage, StageGraph, successors
 
 Ints = NDArray[np.int32]
-
-SETUP = np.dtype([(name, np.int32) for name in ("microbatch", "k", "recompute")])
-"""Settings of a stage: samples of a micro-batch over all replicas, k of kFkB, and whether it
-recomputes, see ``Stage``.
-"""
+Settings = tuple[int, ...]
 
 
 class Draft(NamedTuple):
@@ -39,7 +35,9 @@ class Draft(NamedTuple):
     Attributes:
         home: [operators] stage of each operator, 0 to S-1.
         owner: [devices] stage of each device; those of a stage are its replicas in ascending order.
-        setups: [S] records of ``SETUP``.
+        microbatch: [S] samples of a micro-batch over all replicas.
+        k: [S] k of kFkB.
+        recompute: [S] 1 if it recomputes, else 0.
         deep: whether the warm-up is that of ``1f1b-deep``, as far as memory allows; else the least.
         chained: whether every stage waits for the one before it.
         sharded: whether replicas share the optimizer's state, see ``CostModel.shard_optimizer``.
@@ -48,7 +46,9 @@ class Draft(NamedTuple):
 
     home: Ints
     owner: Ints
-    setups: NDArray[np.void]
+    microbatch: Settings
+    k: Settings
+    recompute: Settings
     deep: bool
     chained: bool
     sharded: bool
@@ -57,7 +57,7 @@ class Draft(NamedTuple):
     @property
     def num_stages(self) -> int:
         """S."""
-        return len(self.setups)
+        return len(self.k)
 
 
 def variants(draft: Draft, *, shared: bool = False, split: bool = False) -> list[Draft]:
@@ -98,11 +98,12 @@ def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
             "plans that use all devices"
         )
     chain = {(s, s + 1) for s in range(len(graph) - 1)}
-    setups = [(s.microbatch_size, s.k, s.recompute) for s in graph.stages]
     return Draft(
         home,
         owner,
-        np.array(setups, SETUP),
+        tuple(stage.microbatch_size for stage in graph.stages),
+        tuple(stage.k for stage in graph.stages),
+        tuple(int(stage.recompute) for stage in graph.stages),
         False,
         chain <= set(graph.edges) and not chain <= value_edges(home.tolist(), cost.graph),
         cost.shard_optimizer,
@@ -124,16 +125,16 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
             f"stages {', '.join(map(str, left))} wait for each other in a circle: a path of "
             "operators leaves one of them and comes back to it"
         )
-    place, setups = {s: at for at, s in enumerate(order)}, draft.setups[order].tolist()
+    place = {s: at for at, s in enumerate(order)}
     stages = tuple(
         Stage(
             operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.home == s)),
             devices=tuple(np.flatnonzero(draft.owner == s).tolist()),
-            microbatch_size=microbatch,
-            k=min(k, -(-batch_size // microbatch)),
-            recompute=bool(recompute),
+            microbatch_size=draft.microbatch[s],
+            k=min(draft.k[s], -(-batch_size // draft.microbatch[s])),
+            recompute=bool(draft.recompute[s]),
         )
-        for s, (microbatch, k, recompute) in zip(order, setups, strict=True)
+        for s in order
     )
     placed = {(place[x], place[y]) for x, y in edges}
     if draft.chained:

@@ -24,6 +24,7 @@ in candle-uno's drafts where cards are slow).
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto import stage_records as tables
-from anabranch.planner.auto.draft import SETUP, Draft
+from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.stage_clock import step_s
 from anabranch.plans.stages import MOST_MICROBATCHES
@@ -85,7 +86,7 @@ class Evaluator:
         shared = devices // node * cards[0] * (cards[0] < node)
         edges = min(len(readers), devices * devices) + devices
         home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
-        drafted = home, owner, np.zeros(devices, SETUP).view(np.recarray)
+        drafted = home, owner, np.zeros(3 * devices, np.int32)
         problem = tables.PricedModel(
             records(tables.Numbers, [numbers]),
             *_seconds(cost),
@@ -115,11 +116,14 @@ class Evaluator:
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """Estimate the seconds; infinity if the draft cannot run or takes longer than the limit."""
-        for memory, values in zip(self._draft_bytes, draft[:3], strict=True):
-            memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
+        home, owner, microbatch, k, recompute, *ways = draft
+        settings = array("i", microbatch + k + recompute)
+        written = home.tobytes(), owner.tobytes(), settings.tobytes()  # quicker than arrays
+        for memory, values in zip(self._draft_bytes, written, strict=True):
+            memory[: len(values)] = values
         drafted, problem, state = self._tables
         factor = 1 + draft.split * SETTINGS.split_gain  # a smaller saving counts as none
-        args = *drafted, draft.num_stages, *draft[3:], limit / factor, problem, state
+        args = *drafted, len(k), *ways, limit / factor, problem, state
         if self._step_s is None:
             self._step_s = step_s.for_types_of(*args)
         return factor * self._step_s(*args)

@@ -21,7 +21,6 @@ from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.space import Space
 
 Move = Callable[[Draft, Space, Random], Draft | None]
-Indices = NDArray[np.intp]
 Item = TypeVar("Item")
 
 
@@ -39,7 +38,7 @@ def shift_operator(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if edge is None:
         return None
     there, here = edge if rng.random() < 0.5 else edge[::-1]
-    return _shifted(draft, draft.home[there], np.array([here]))
+    return _shifted(draft, here, draft.home.item(here), draft.home.item(there))
 
 
 def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -54,13 +53,14 @@ def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
         return None
     forward = rng.random() < 0.5
     here, there = map(draft.home.item, edge if forward else edge[::-1])
-    members = _where(draft.home == here)
+    inside = draft.home == here
+    members = _where(inside)
     near = int(len(members) * rng.random() ** 2)  # mostly close to the border
     if forward:
-        run = members[space.reaches[members[-1 - near], members]]
+        inside &= space.reaches[members.item(-1 - near)]
     else:
-        run = members[space.reaches[members, members[near]]]
-    return _shifted(draft, there, run)
+        inside &= space.reaches[:, members.item(near)]
+    return _shifted(draft, inside, here, there)
 
 
 def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -83,7 +83,8 @@ def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
             home[end] = here
         elif home[end] == here and beyond[end]:
             home[end] = draft.home[beyond[end].bit_length() - 1]
-    if np.array_equal(home, draft.home) or len(np.unique(home)) < draft.num_stages:
+    stages = home.tolist()
+    if stages == draft.home.tolist() or len(set(stages)) < draft.num_stages:
         return None
     return draft._replace(home=home)
 
@@ -100,14 +101,14 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
         return None
     edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
     s, t = map(draft.home.item, edge) if edge else _two(count, rng)
-    rest = [*range(count)]
-    rest[t] = rest[-1]  # the last stage takes the free number
     number = np.arange(count, dtype=np.int32)
-    number[-1], number[t] = t, s if s < count - 1 else t
+    number[-1], number[t] = t, s if s < count - 1 else t  # the last stage takes the free number
     home, owner = number.take(draft.home), number.take(draft.owner)
-    setups = draft.setups.take(rest[:-1])
-    merged = draft._replace(home=home, owner=owner, setups=setups)
-    return _keep_slices(merged, (number[t],), len(_where(draft.owner == s)), space, rng)
+    rest = [*range(count)]
+    rest[t] = rest[-1]
+    microbatch, k, recompute = (tuple(map(values.__getitem__, rest[:-1])) for values in draft[2:5])
+    merged = Draft(home, owner, microbatch, k, recompute, *draft[5:])
+    return _keep_slices(draft, s, merged, (number.item(t),), space, rng)
 
 
 def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -133,9 +134,9 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     home, owner = draft.home.copy(), draft.owner.copy()
     home[members[cut:]] = new
     owner[devices[-taken:]] = new
-    setups = draft.setups.take([*range(new), s])
-    parted = draft._replace(home=home, owner=owner, setups=setups)
-    return _keep_slices(parted, (s, new), len(devices), space, rng)
+    microbatch, k, recompute = (values + values[s : s + 1] for values in draft[2:5])
+    parted = Draft(home, owner, microbatch, k, recompute, *draft[5:])
+    return _keep_slices(draft, s, parted, (s, new), space, rng)
 
 
 def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False) -> Draft | None:
@@ -155,7 +156,7 @@ def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False)
         first = 0 if near[0] < devices[0] else len(devices) - count
     owner = draft.owner.copy()
     owner[devices[first : first + count]] = t
-    return draft._replace(owner=owner)
+    return Draft(draft.home, owner, *draft[2:])
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -181,12 +182,13 @@ def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Exchange devices of a stage outside of one node for devices of other stages inside."""
-    node = space.cost.cluster.group_sizes[0]
-    if len(draft.owner) == node:
+    node, count = space.cost.cluster.group_sizes[0], len(draft.owner)
+    if count == node:
         return None
     s = _below(draft.num_stages, rng)
-    inside = np.arange(len(draft.owner)) // node == _below(len(draft.owner) // node, rng)
-    held, others = _where((draft.owner == s) & ~inside), _where((draft.owner != s) & inside)
+    first = node * _below(count // node, rng)
+    held = [d for d in _where(draft.owner == s).tolist() if not first <= d < first + node]
+    others = first + _where(draft.owner[first : first + node] != s)
     some = min(len(held), len(others))
     if not some:
         return None
@@ -200,15 +202,15 @@ def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) 
     If ``scattered``, the row takes the first device of each node or larger group, then each second.
     """
     group = _choice(space.cost.cluster.group_sizes, rng) if scattered else 1
-    count, devices = draft.num_stages, np.arange(len(draft.owner))
-    if scattered and group >= len(devices):
+    count = draft.num_stages
+    if scattered and group >= len(draft.owner):
         return None
     sizes = np.bincount(draft.owner, minlength=count)
     sums = np.bincount(draft.home, weights=space.place, minlength=count)
     place = sums / np.bincount(draft.home, minlength=count)
-    order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
-    owner = np.empty_like(draft.owner)
-    owner[np.argsort(devices % group, kind="stable")] = np.repeat(order, sizes[order])
+    order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else place.argsort()
+    row = order.astype(draft.owner.dtype).repeat(sizes.take(order))
+    owner = row.reshape(group, -1).T.ravel()
     return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
 
 
@@ -221,27 +223,26 @@ def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Dra
         return None
     stages = [_below(draft.num_stages, rng)] if one else range(draft.num_stages)
     step = 1 if rng.random() < 0.5 else -1
-    sizes = draft.setups["microbatch"].tolist()
+    sizes = [*draft.microbatch]
     for s in stages:
         place = bisect_left(space.sizes, sizes[s]) + step
         if not 0 <= place < len(space.sizes):
             return None
         sizes[s] = space.sizes[place]
-    return _set_up(draft, "microbatch", sizes)
+    return _unless_same(draft, draft._replace(microbatch=tuple(sizes)))
 
 
 def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Double or halve k of kFkB in one stage or in all."""
     if not space.flush:
         return None
-    count, groups = draft.num_stages, draft.setups["k"].tolist()
+    count, groups = draft.num_stages, [*draft.k]
     stages = range(count) if rng.random() < 0.5 else [_below(count, rng)]
     larger = rng.random() < 0.5
     for s in stages:
         groups[s] = groups[s] * 2 if larger else max(groups[s] // 2, 1)
-    sizes = draft.setups["microbatch"].tolist()
-    most = (-(-space.batch_size // size) for size in sizes)
-    return _set_up(draft, "k", [*map(min, groups, most)])
+    most = (-(-space.batch_size // size) for size in draft.microbatch)
+    return _unless_same(draft, draft._replace(k=tuple(map(min, groups, most))))
 
 
 def recompute(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Draft | None:
@@ -249,11 +250,11 @@ def recompute(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> 
     if not space.recompute:
         return None
     stages = [_below(draft.num_stages, rng)] if one else range(draft.num_stages)
-    recomputing = draft.setups["recompute"].tolist()
+    recomputing = [*draft.recompute]
     begin = not any(recomputing[s] for s in stages)
     for s in stages:
         recomputing[s] = int(begin)
-    return _set_up(draft, "recompute", recomputing)
+    return _unless_same(draft, draft._replace(recompute=tuple(recomputing)))
 
 
 def warm_up(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -316,7 +317,7 @@ def draw(draft: Draft, space: Space, rng: Random) -> Draft:
     return draft
 
 
-def _where(mask: NDArray[np.bool_]) -> Indices:
+def _where(mask: NDArray[np.bool_]) -> NDArray[np.intp]:
     return mask.nonzero()[0]
 
 
@@ -335,37 +336,38 @@ def _two(count: int, rng: Random) -> tuple[int, int]:
 
 def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None:
     """Return a random edge of the model between two stages, if there is one."""
-    sources, targets = space.edges
-    crossing = _where(draft.home.take(sources) != draft.home.take(targets))
+    if draft.num_stages == 1:
+        return None
+    sources, targets = draft.home.take(space.edges)
+    crossing = _where(sources != targets)
     if not len(crossing):
         return None
-    edge = crossing.item(_below(len(crossing), rng))
-    return sources.item(edge), targets.item(edge)
+    return space.cost.graph.edges[crossing.item(_below(len(crossing), rng))]
 
 
-def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
-    """Move some operators of a stage to another, unless these are all it has."""
+def _shifted(
+    draft: Draft, operators: int | NDArray[np.bool_], here: int, there: int
+) -> Draft | None:
+    """Move operators of stage ``here`` to another, unless these are all it has."""
     home = draft.home.copy()
-    here = home[run[0]]
-    home[run] = stage
-    return draft._replace(home=home) if np.count_nonzero(home == here) else None
+    home[operators] = there
+    return Draft(home, *draft[1:]) if here in home.tolist() else None
 
 
 def _keep_slices(
-    draft: Draft, stages: Sequence[int], devices: int, space: Space, rng: Random
+    before: Draft, s: int, after: Draft, stages: Sequence[int], space: Space, rng: Random
 ) -> Draft:
-    """Half the time, keep the samples per replica of stages that had ``devices`` devices before."""
-    sizes = draft.setups["microbatch"]
-    for stage in stages if space.flush and rng.random() < 0.5 else ():
-        size = int(sizes[stage] * len(_where(draft.owner == stage))) // devices
+    """Half the time, keep the samples per replica of stage ``s`` in the stages made of it."""
+    if not space.flush or rng.random() >= 0.5:
+        return after
+    sizes, owners = [*after.microbatch], after.owner.tolist()
+    devices = before.owner.tolist().count(s)
+    for stage in stages:
+        size = sizes[stage] * owners.count(stage) // devices
         sizes[stage] = size if size in space.sizes else sizes[stage]
-    return draft
+    return after._replace(microbatch=tuple(sizes))
 
 
-def _set_up(draft: Draft, field: str, values: list[int]) -> Draft | None:
-    """Set a field of ``SETUP``; None if it has these values already."""
-    if draft.setups[field].tolist() == values:
-        return None
-    setups = draft.setups.copy()
-    setups[field] = values
-    return draft._replace(setups=setups)
+def _unless_same(before: Draft, after: Draft) -> Draft | None:
+    """Return a draft unless its stages have the settings that they had before."""
+    return None if after[2:5] == before[2:5] else after

@@ -44,7 +44,7 @@ class Space:
 
     def effort(self, draft: Draft) -> int:
         """Return how many evaluations one near a draft counts as: many passes take long."""
-        sizes: list[int] = draft.setups["microbatch"].tolist()
+        sizes = draft.microbatch
         if not self.flush or min(sizes) == max(sizes):  # then only a part is run
             return 1
         passes = sum(-(-self.batch_size // size) for size in sizes)
@@ -54,9 +54,11 @@ class Space:
         """Return a hash that ignores which stage has which device of a node or card, as drafts that
         differ only in that take equally long.
         """
-        home, owner, setups, *ways = draft
-        owner = np.sort(owner.reshape(-1, self._alike))
-        return hash((home.tobytes(), owner.tobytes(), setups.tobytes(), *ways))
+        home, owner, *rest = draft
+        if self._alike > 1:
+            owner = owner.reshape(-1, self._alike).copy()
+            owner.sort()
+        return hash((home.tobytes(), owner.tobytes(), *rest))
 
     @cached_property
     def _alike(self) -> int:

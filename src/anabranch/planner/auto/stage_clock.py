@@ -309,13 +309,11 @@ def _run(
         for i in range(stage.edges[1 - way]):
             e = state.edges_of[1 - way, s, i]
             edge = state.edges[e]
-            size = stages[edge.ends[1 - way]].microbatch
-            first, stop = done, done + 1
-            if size != stage.microbatch:
-                first, stop = low // size, -(-high // size)
-            for j in range(first, min(stop, edge.posted[way])):
-                samples = min(high, (j + 1) * size) - max(low, j * size)
-                send(e, way, j, samples, end, (1.0, 0.0), state)
+            # A receive is posted when all before it have their samples, so one is open at most.
+            posted = edge.posted[way]
+            stop = min(high, posted * stages[edge.ends[1 - way]].microbatch)
+            if low < stop:
+                send(e, way, posted - 1, stop - low, end, (1.0, 0.0), state)
         _turn(stage, end)
         _take(s, batch_size, state)
         for i in range(stage.edges[1 - way]):
@@ -330,7 +328,7 @@ def _run(
 def step_s(
     home: NDArray[np.int32],
     owner: NDArray[np.int32],
-    setups: NDArray[np.void],
+    settings: NDArray[np.int32],
     count: int,
     deep: bool,
     chained: bool,
@@ -345,7 +343,7 @@ def step_s(
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    count_devices(owner, setups, problem.levels, stages, state)
+    count_devices(owner, settings, problem.levels, stages, state)
     if not split_samples(problem, stages):
         return np.inf
     join_stages(home, problem, stages, state)

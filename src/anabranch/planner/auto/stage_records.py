@@ -69,7 +69,7 @@ class Numbers:
 class StageRecord:
     """A stage. Times are seconds from the beginning of the step, if not said otherwise."""
 
-    microbatch: int  # this and the next two are those of ``draft.SETUP``
+    microbatch: int  # this and the next two are its settings, see ``draft.Draft``
     k: int
     recompute: int
     operators: int  # number of operators

@@ -26,18 +26,20 @@ from anabranch.profile.profile import between, row_below
 
 def count_devices(
     owner: NDArray[np.int32],
-    setups: NDArray[np.void],
+    settings: NDArray[np.int32],
     levels: Table[LevelRecord],
     stages: Table[StageRecord],
     state: State,
 ) -> None:
-    """Count the devices and shared cards of every stage, and copy its ``draft.SETUP``."""
+    """Count the devices and shared cards of every stage, and copy its settings: ``settings`` has
+    the sizes of micro-batches of all stages, then their k, then whether they recompute.
+    """
     ports_of, node, cards = state.ports_of, levels[0].devices, levels[0].cards
     for s in range(len(stages)):
-        stage, setup = stages[s], setups[s]
+        stage = stages[s]
         stages[s] = state.stages[-1]
-        stage.microbatch, stage.k = setup.microbatch, setup.k
-        stage.recompute = setup.recompute
+        stage.microbatch, stage.k = settings[s], settings[len(stages) + s]
+        stage.recompute = settings[2 * len(stages) + s]
         ports_of[s, 0] = s
     for d in range(len(owner)):
         s, card = owner[d], len(owner) + d * cards // node
