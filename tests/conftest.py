@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from hypothesis import settings
 
 from anabranch.compiled import functions
-from anabranch.planner.auto import settings as search_settings
+from anabranch.planner.auto.settings import SETTINGS
 from anabranch.solve import comparison, search
 from tests import exported_once
 
@@ -30,11 +29,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True)
 
 # Searches are short: how good plans are after one of full length is what benchmarks/planners says.
-search_settings.SETTINGS = replace(
-    search_settings.SETTINGS, evaluations=300, further=300, neighbours=100
-)
-# That of the chain to compare with is an eighth as long: evaluations beyond those above would be
-# spent in rounds from the best plan on.
+# Settings change in place, as modules that are imported by now hold them. A chain to compare with
+# is searched for an eighth as long: evaluations beyond those of a search would be spent in rounds
+# from the best plan on.
+for name, number in {"evaluations": 300, "further": 300, "neighbours": 100}.items():
+    object.__setattr__(SETTINGS, name, number)
 _chain: Any = comparison.BASELINES["chain"]["planner_options"]
 _chain["evaluations"] = 40
 

@@ -19,6 +19,7 @@ from anabranch.models import MODELS
 from anabranch.planner.auto import planner as auto_planner
 from anabranch.profile.profile import Profile
 from anabranch.runtime.measurement import workload as whole
+from anabranch.solve import contest, schedule_choice
 from anabranch.workload import Workload
 from tests.cli.examples import TOWERS, four
 from tests.simulator.helpers import chain, cluster, cost_model
@@ -65,7 +66,7 @@ def _captured_once(monkeypatch):
         workload: Workload, samples: tuple[int, ...], *, device: str = "cpu", **more: Any
     ) -> Profile:
         captured = more.get("captured")
-        more = {"repeats": 1} | more  # nobody looks at how long operators take
+        more = {"repeats": 0} | more  # nobody looks at how long operators take
         if not any(captured is kept for kept in _CAPTURED.values()):
             return measure(workload, samples, device=device, **more)
         key = id(captured), id(workload), samples, device
@@ -74,8 +75,15 @@ def _captured_once(monkeypatch):
         return _MEASURED[key]
 
     monkeypatch.setattr("typer.main.get_command", lambda _: _COMMAND)
-    few = replace(auto_planner.SETTINGS, evaluations=100, further=50)  # good plans are no matter
+    # Good plans are no matter: plans of DAPPLE and GraphPipe are no starts, and few are simulated.
+    few = replace(auto_planner.SETTINGS, evaluations=100, further=50, few=0, row=0.0)
     monkeypatch.setattr(auto_planner, "SETTINGS", few)
+    shorter = replace(
+        contest.SETTINGS, share_proposals=2, split_proposals=4, most_loops=2, loop_turns=2
+    )
+    for module in (contest, schedule_choice):
+        monkeypatch.setattr(module, "SETTINGS", shorter)
+    monkeypatch.setattr(whole, "SIZES", replace(whole.SIZES, updates=1))
     monkeypatch.setattr(ModelSource, "workload", built)
     monkeypatch.setattr(ModelSource, "capture", captured)
     monkeypatch.setattr(whole, "measure_workload", measured)

@@ -233,13 +233,19 @@ def plan(
         devices = tuple(range(device, device + counts[s]))
         device += counts[s]
         stages.append(Stage(names, devices, sizes[s], recompute=recompute))
-    of = {name: s for s, stage in enumerate(stages) for name in stage.operators}
-    pairs = {(of[graph.ops[a].name], of[graph.ops[b].name]) for a, b in graph.edges}
+    return plan_of(model, stages, batch_size, schedule)
+
+
+def plan_of(model: Built, stages: Sequence[Stage], batch_size: int, schedule: str) -> Plan:
+    """Return the plan of these stages, as ``plan`` does."""
+    graph = model.captured.graph
+    stage_of = {name: s for s, stage in enumerate(stages) for name in stage.operators}
+    pairs = {(stage_of[graph.ops[a].name], stage_of[graph.ops[b].name]) for a, b in graph.edges}
     edges = tuple(sorted((x, y) for x, y in pairs if x != y))
     cut = with_whole_batches(StageGraph(tuple(stages), edges, batch_size), graph)
     stage_graph = SCHEDULES[schedule]().warm_up(cut)
     prepare(model.captured, stage_graph)
-    nothing = Prediction(1.0, 1.0, 0.0, (0,) * device)
+    nothing = Prediction(1.0, 1.0, 0.0, (0,) * len(stage_graph.devices))
     return Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
 
 

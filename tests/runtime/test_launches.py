@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from anabranch import launch
 from anabranch.graph.capture import capture
+from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.small import WIDTH, Built, batch, plan, tower
+from tests.runtime.small import WIDTH, Built, batch, num_ranks, plan, tower
 from tests.runtime.training import LIMIT_S
 
 pytestmark = pytest.mark.dist
@@ -87,10 +88,14 @@ def fused(parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01, fused=True)
 
 
-def shallow_and_deep(counts: Callable[[Built], Counter[str]], ranks: int) -> None:
-    """Both launch as much, on every rank."""
+def shallow_and_deep(
+    counts: Callable[[Built, Plan], Counter[str]], num_stages: int, **options: Any
+) -> None:
+    """Both launch as much, on every rank. Their programs are made here, once for all ranks."""
     models = [of_depth(depth) for depth in (2, 12)]
-    for shallow, deep in launch.run(lambda: [*map(counts, models)], ranks, timeout=LIMIT_S):
+    plans = [plan(model, num_stages, **options) for model in models]
+    ranks = num_ranks(plans[0])
+    for shallow, deep in launch.run(lambda: [*map(counts, models, plans)], ranks, timeout=LIMIT_S):
         assert shallow == deep
 
 
@@ -112,9 +117,8 @@ def test_what_follows_the_passes_does_not_grow_with_the_parameters(case: str) ->
     optimizer, clip_norm, replicas, options, steps = CASES[case]
     leaves = [batch(16, seed) for seed in range(6)]
 
-    def counts(model: Built) -> Counter[str]:
+    def counts(model: Built, chosen: Plan) -> Counter[str]:
         workload = replace(model.workload, optimizer=optimizer, clip_norm=clip_norm)
-        chosen = plan(model, 1, replicas=replicas)
         pipeline = Pipeline(
             workload, chosen, captured=model.captured, check_gradients=False, **options
         )
@@ -128,15 +132,14 @@ def test_what_follows_the_passes_does_not_grow_with_the_parameters(case: str) ->
                     pipeline.step(leaf)
         return launches.counts
 
-    shallow_and_deep(counts, replicas[0])
+    shallow_and_deep(counts, 1, replicas=replicas)
 
 
 @pytest.mark.parametrize("policy", ["stash", "pipeoptim"])
 def test_nor_without_a_flush(policy: str) -> None:
     """With copies of weights, and with their prediction."""
 
-    def counts(model: Built) -> Counter[str]:
-        chosen = plan(model, 2, microbatch_size=16)
+    def counts(model: Built, chosen: Plan) -> Counter[str]:
         chosen = replace(chosen, stage_graph=asynchronous_stages(chosen), mode="async")
         workload = replace(model.workload, optimizer=momentum)
         options = {"captured": model.captured, "policy": policy, "check_gradients": False}
@@ -147,4 +150,4 @@ def test_nor_without_a_flush(policy: str) -> None:
             list(pipe.steps(leaves[3:]))
         return launches.counts
 
-    shallow_and_deep(counts, 2)
+    shallow_and_deep(counts, 2, microbatch_size=16)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anabranch.launch import run
-from anabranch.plans.plan import Plan, Prediction
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
-from tests.runtime.small import Built, batch, built
+from tests.runtime.small import Built, batch, built, plan_of
 
 RUNS = int(os.environ.get("ANABRANCH_RUNS", "12"))
 AT_ONCE = 12
@@ -68,13 +68,7 @@ def plans(draw: st.DrawFn, model: Built, num_ranks: int) -> Plan:
         )
         for s in range(count)
     )
-    of = {name: s for s, stage in enumerate(stages) for name in stage.operators}
-    pairs = {(of[graph.ops[a].name], of[graph.ops[b].name]) for a, b in graph.edges}
-    edges = tuple(sorted((x, y) for x, y in pairs if x != y))
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    stage_graph = SCHEDULES[schedule]().warm_up(StageGraph(stages, edges, batch_size))
-    nothing = Prediction(1.0, 1.0, 0.0, (0,) * num_ranks)
-    return Plan(stage_graph, schedule, "drawn", "", "", "", 0.0, 0.0, nothing)
+    return plan_of(model, stages, batch_size, draw(st.sampled_from(sorted(SCHEDULES))))
 
 
 Case = tuple[str, Plan, dict[str, Tensor], float, dict[str, Tensor]]

@@ -89,7 +89,7 @@ def test_evaluation_in_the_middle_drains_and_training_fills_again() -> None:
     """The loop goes on and gets every loss once; the reference drains at the same place."""
     model = cut("two branches", "adam", scheduler=halving)
     data, held_out = batches(9), batches(2, 3)
-    model.captured.evaluation()  # once, rather than by every rank
+    model.captured.evaluation().programs.at(3)  # once, rather than by every rank
 
     def work() -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
         pipe = pipeline(model, plan_of(model), "pipeoptim")
@@ -198,6 +198,8 @@ def test_replicas_split_each_minibatch() -> None:
     ]
     model = cut("chain 3", "momentum", dtype=torch.float64)
     start, chosen = start_of(model), plan_of(model, replicas=[2, 1, 2])
+    for samples in (1, 2, 3):
+        model.captured.programs.at(samples)  # once, rather than by every rank
     policies = ("stash", "pipeoptim", "predict-stash")
 
     def work() -> list[Any]:
@@ -233,7 +235,7 @@ def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
     chosen = plan_of(model, replicas=[2, 1, 1])
     data = batches(12, 4, torch.float64)
     data[9]["x"][0, 0] = float("inf")
-    model.captured.evaluation()  # once, rather than by every rank
+    model.captured.evaluation().programs.at(4)  # once, rather than by every rank
 
     def work() -> tuple[list[float], str]:
         pipe = pipeline(model, chosen)

@@ -217,7 +217,7 @@ def test_evaluation_in_the_middle_ends_a_round() -> None:
     """All replicas are at one version then, and the next mini-batch is the first one's."""
     model, data, held_out = cut("chain 3", "adam"), batches(12), batches(2, 3)
     chosen = plan_of(model, replicas=(2, 1, 1))
-    model.captured.evaluation()  # once, rather than by every rank
+    model.captured.evaluation().programs.at(3)  # once, rather than by every rank
 
     def work() -> Any:
         pipe = in_turn(model, chosen, "pipeoptim")
@@ -294,7 +294,7 @@ def test_running_means_are_of_the_first_replica() -> None:
     """Each replica has those of its own mini-batches until an evaluation gives all the first's."""
     model, data = cut("statistics"), batches(6)
     chosen = plan_of(model, replicas=(2, 1, 1))
-    model.captured.evaluation()  # once, rather than by every rank
+    model.captured.evaluation().programs.at(4)  # once, rather than by every rank
 
     def work() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         pipe = in_turn(model, chosen)
@@ -323,7 +323,7 @@ def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
     chosen = plan_of(model, replicas=(2, 3))
     data = batches(26, 4, torch.float64)
     data[22]["x"][0, 0] = float("inf")
-    model.captured.evaluation()  # once, rather than by every rank
+    model.captured.evaluation().programs.at(4)  # once, rather than by every rank
 
     def work() -> tuple[list[float], str]:
         pipe = in_turn(model, chosen)
