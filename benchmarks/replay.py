@@ -32,8 +32,8 @@ from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.reference import num_samples
-from anabranch.schedule.asynchronous import full_pipeline
-from anabranch.weights import WeightPolicy, require_fits, units_in_flight
+from anabranch.schedule.asynchronous import full_pipeline, units_in_flight
+from anabranch.weights import WeightPolicy, require_fits
 from anabranch.weights.version_tracker import predicts
 from anabranch.workload import Batch, Workload
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from anabranch.compiled import Compiled, functions
+from anabranch.compiled import functions
 from anabranch.planner.auto import settings as search_settings
 from anabranch.solve import comparison, search
 from tests import exported_once
@@ -48,7 +48,7 @@ torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
 # Workers that need the same machine code wait for the one that compiles it.
-_call: Any = Compiled.__call__
+_call: Any = functions.Compiled.__call__
 
 
 def _call_in_turn(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def _call_in_turn(function: Any, *args: Any, **kwargs: Any) -> Any:
         return _call(function, *args, **kwargs)
 
 
-Compiled.__call__ = _call_in_turn  # type: ignore[method-assign]
+functions.Compiled.__call__ = _call_in_turn  # type: ignore[method-assign]
 
 # A deadline measures the machine, which may be busy, not the code. In CI the examples are the same
 # each time, so a failure there is the change's; at home every run looks at new ones, so that few

@@ -18,7 +18,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import CaptureError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import capture
-from anabranch.graph.loss_kinds import told
+from anabranch.graph.loss_kinds import loss_notes
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan
 from anabranch.plans.whole_batch import whole_batch_stages
@@ -281,7 +281,7 @@ def test_batch_normalisation_in_a_tower_stays_per_micro_batch() -> None:
     assert result.is_good
     assert "batch normalisation in right.1: its statistics are those of a micro" in result.summary()
     graph = estimate(captured, "v100", (2, 4)).graph
-    assert told(graph.loss_kind, graph.normalised)[1] in result.summary()
+    assert loss_notes(graph.loss_kind, graph.normalised)[1] in result.summary()
 
 
 @pytest.mark.parametrize("planner", ["auto", "graphpipe", "data-parallel", "even", "dapple"])

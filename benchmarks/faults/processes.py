@@ -21,8 +21,8 @@ import torch
 
 from anabranch import launch
 from anabranch.checkpoint.series import newest, step_of
-from anabranch.cli.restarts import train_with_restarts
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.restarts import train_with_restarts
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.errors import StageFailedError
 from anabranch.record import Run
 from anabranch.runtime.plan_parts import prepare

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.cli.restarts import train_with_restarts
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.restarts import train_with_restarts
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.pipeline import Pipeline

@@ -118,8 +118,8 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 
 
 @contextmanager
-def naming_place(
-    what: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
+def naming_line(
+    subject: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
 ) -> Iterator[None]:
     """Convert errors of the user's code inside the block into one of ours that has its line."""
     try:
@@ -127,16 +127,16 @@ def naming_place(
     except AnabranchError:
         raise
     except Exception as error:
-        raise kind(placed(what, error, otherwise)) from error
+        raise kind(with_line(subject, error, otherwise)) from error
 
 
-def placed(what: str, error: Exception, otherwise: str = "its import") -> str:
+def with_line(subject: str, error: Exception, otherwise: str = "its import") -> str:
     """Describe an error of the user's code on one line, with the line that raised it."""
     text = " ".join(str(error).split())
-    return f"{what} at {place_of(error, otherwise)}: {type(error).__name__}: {text}"
+    return f"{subject} at {_line_of(error, otherwise)}: {type(error).__name__}: {text}"
 
 
-def place_of(error: Exception, otherwise: str = "its import") -> str:
+def _line_of(error: Exception, otherwise: str = "its import") -> str:
     """File, line and function of the user's innermost frame; ``otherwise`` without one."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"
@@ -155,7 +155,7 @@ def place_of(error: Exception, otherwise: str = "its import") -> str:
 
 
 def shadowed(error: Exception) -> str:
-    """Explanation of an error caused by a file or folder with the name of an installed package.
+    """Explain an error that is caused by a file or folder with the name of an installed package.
 
     A folder called z3 or triton, for instance, is imported by torch in place of the package. Empty
     for other errors.
@@ -180,13 +180,13 @@ def _installed() -> tuple[str, ...]:
 
 
 def _from_here(file: str) -> str:
-    """A path as seen from the current directory, if it lies there."""
+    """Return a path as seen from the current directory, if it lies there."""
     here = Path.cwd()
     return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question after the name that is near, if any is, to follow what was misspelt."""
+    """Return a question after the nearest name, if one is near, to follow a misspelt one."""
     close = difflib.get_close_matches(name, [*known], 1)
     return f" (is {close[0]} meant?)" if close else ""
 

@@ -107,8 +107,8 @@ def run(
 
 @contextmanager
 def _meeting_place() -> Iterator[Path]:
-    """A file through which the ranks meet: in memory, so that nothing is left of it however this
-    process ends, or where there are no such files in a folder of its own.
+    """Yield a file through which the ranks meet: in memory, so that nothing is left of it however
+    this process ends, or where there are no such files in a folder of its own.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create("anabranch-store")  # which ranks inherit
@@ -318,7 +318,7 @@ class _Ranks:
         return Failure(rank, StageFailedError.__name__, message, "", is_consequence=False)
 
     def _cause(self, pending: set[int]) -> AnabranchError:
-        """The failure to raise, once it is certain that no better one is on its way."""
+        """Return the failure to raise, once it is certain that no better one is on its way."""
         deadline = time.monotonic() + TIMEOUTS.cause_s
         while pending and all(failure.is_consequence for failure in self._failures.values()):
             left = deadline - time.monotonic()

@@ -185,7 +185,7 @@ class Timeline:
         return {d: max((b for _, b in self.memory.get(d, ())), default=0) for d in self.devices}
 
     def summary(self) -> str:
-        """The step and every device in a few lines of plain text."""
+        """Describe the step and every device in a few lines of plain text."""
         peak = self.peak_bytes
         lines = [
             f"{self.source} step {self.step_s * 1e3:.4g} ms on {len(self.devices)} devices, "

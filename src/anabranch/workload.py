@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from anabranch.data.loaders import Loader, loader_of
 from anabranch.data.packed import PackedBatch, Rows
-from anabranch.errors import WorkloadError, naming_place
+from anabranch.errors import WorkloadError, naming_line
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
@@ -29,7 +29,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def adamw(parameters: NamedParameters | Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer recipe: AdamW with a learning rate of 0.001."""
+    """Make the default optimizer: AdamW with a learning rate of 0.001."""
     entries: list[Any] = list(parameters)
     tensors = (entry[1] if isinstance(entry, tuple) else entry for entry in entries)
     # One pass over each parameter, without temporaries of its size; not for complex ones.
@@ -78,20 +78,20 @@ class Workload:
             every batch is computed in the sizes of one of them, or of ``example``, which has to be
             the largest.
         rows: tensors whose dimension 0 has the patches, images or frames of all samples one after
-            the other: name -> how many of a sample, the same for all, or the name of a tensor of
-            the batch that counts them for each sample, which is then checked. Batches are dicts
-            then. What is plain to see in an example with ``labels`` is found out and told.
+            the other: name -> rows per sample, the same for all, or the name of a tensor of the
+            batch that counts them for each sample and is then checked. Batches are dicts then.
+            Rows that the shapes of an example with ``labels`` show are taken, with a warning.
         samples_in: tensors with the samples in another dimension than 0, such as positions
-            ``[3, samples, tokens]``: name -> which.
+            ``[3, samples, tokens]``: name -> that dimension.
         per_sample: names of operators (``mylib::op``) that work on each sample by itself, though
             the sizes of their results do not show it; a scalar of theirs is a mean over samples.
-            Without a word, numbers decide: two halves of the example are compared with the whole.
+            For other operators two halves of the example are compared with the whole.
         save_frozen: checkpoints hold parameters that are not trained as well. False leaves them
             out, as for adapters of a large model; whoever resumes then has them in the module.
 
     Raises:
-        TypeError: if ``module`` is none, but its class for example, or wrapped for data
-            parallelism; a recipe is what it should make; or the data yields nothing.
+        TypeError: if ``module`` is no module (its class, say), or wrapped for data parallelism; a
+            recipe is an object that it should make; or the data yields nothing.
         ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 
@@ -126,14 +126,14 @@ class Workload:
                     )
         if isinstance(self.per_sample, str):
             raise TypeError(f"per_sample of a Workload is a list of names: [{self.per_sample!r}]")
-        for name, recipe, given in (
+        for name, recipe, needs in (
             ("optimizer", self.optimizer, "named parameters"),
             ("scheduler", self.scheduler, "an optimizer"),
         ):
             if not callable(recipe) and (recipe is not None or name == "optimizer"):
                 made = type(recipe).__name__
                 raise TypeError(
-                    f"the {name} of a Workload is a function that makes one of {given}, in every "
+                    f"the {name} of a Workload is a function that makes one of {needs}, in every "
                     f"rank for its own stages, not {with_article(made)}; write "
                     f"{name}=functools.partial({made}, ...) or another function, or leave it out"
                 )
@@ -149,13 +149,13 @@ class Workload:
         object.__setattr__(self, "eval_data", eval_data)
 
     def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        """The optimizer of the recipe for some parameters; raises WorkloadError if that fails."""
+        """Make the optimizer of the recipe for some parameters; WorkloadError if that fails."""
         return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
 
     def make_scheduler(
         self, optimizer: torch.optim.Optimizer
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """The scheduler of the recipe, if there is one; raises as ``make_optimizer``."""
+        """Make the scheduler of the recipe, if there is one; raises as ``make_optimizer``."""
         if self.scheduler is None:
             return None
         return _made(self.scheduler, optimizer, "scheduler", torch.optim.lr_scheduler.LRScheduler)
@@ -169,7 +169,7 @@ class Workload:
 def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Made]) -> Made:
     """Call a recipe of the user's and check the class of its result."""
     pairs = "given (name, parameter) pairs, " if name == "optimizer" else ""
-    with naming_place(f"{pairs}the {name} recipe of the Workload raised", otherwise=repr(recipe)):
+    with naming_line(f"{pairs}the {name} recipe of the Workload raised", otherwise=repr(recipe)):
         made = recipe(argument)
     if not isinstance(made, kind):
         raise WorkloadError(
@@ -190,7 +190,7 @@ def stand_ins(workload: Workload, names: Collection[str] | None = None) -> dict[
     }
 
 
-def stand_in(
+def stand_in_optimizer(
     workload: Workload, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
@@ -224,12 +224,12 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     """Return True if the workload's optimizer is known to treat each element of these parameters
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
-    optimizer = stand_in(workload, stand_ins(workload, names))
+    optimizer = stand_in_optimizer(workload, stand_ins(workload, names))
     return type(optimizer) in BY_ELEMENT and not has_hooks(optimizer)
 
 
 def to_meta(batch: Batch) -> Batch:
-    """The same batch, nested alike, without values."""
+    """Return the same batch, nested alike, without values."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
 
 

@@ -11,7 +11,8 @@ from torch.optim import SGD
 from anabranch import capture
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.weights import POLICIES, PredictStash, units_in_flight, versions_held
+from anabranch.schedule.asynchronous import units_in_flight
+from anabranch.weights import POLICIES, PredictStash, versions_held
 from anabranch.workload import Workload
 from benchmarks.replay import Replay
 from tests.runtime.asynchronous import reference

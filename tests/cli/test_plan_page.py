@@ -18,7 +18,7 @@ from anabranch.plans.plan import NOT_PREDICTED, Plan
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
-from anabranch.record.figures import told
+from anabranch.record.figures import shown_figures
 from anabranch.report.html import page
 from anabranch.solve import check_plan, simulate
 
@@ -128,7 +128,7 @@ def test_everyone_says_not_predicted(load):
     figures = run.figures()
     assert figures["predicted_step_s"] is None
     assert figures["predicted_device_peak_bytes"] is None
-    rows = {figure.name: figure.line for figure in told(figures)}
+    rows = {figure.name: figure.line for figure in shown_figures(figures)}
     assert rows["step"] == "250.00 ms, not predicted"
     assert rows["peak memory"] == "3 B, not predicted; of the fullest device"
     late = dataclasses.replace(run, plan=load(ASYNC), policy="pipeoptim", weight_bytes=(1,))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli.settings import PlanningSettings
 from anabranch.cli.spread import options_set, spread
-from anabranch.cli.training_settings import FlushSettings
+from anabranch.cli.training.training_settings import FlushSettings
 from anabranch.planner import PLANNERS
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import OPTIMIZERS, POLICIES

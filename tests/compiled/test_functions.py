@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from anabranch.compiled import Compiled, Floats, affordable, begin, compiled, private_folder
+from anabranch.compiled import Floats, begin, compiled, compiled_if_worth
 from anabranch.compiled import functions as module
+from anabranch.compiled.functions import Compiled, private_folder
 from anabranch.planner.auto.evaluator import Evaluator
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
@@ -64,11 +65,11 @@ def test_a_loop_that_runs_once_is_plain_python_where_numba_is_not_loaded(monkeyp
     loaded already.
     """
     monkeypatch.setitem(sys.modules, "numba", sys)
-    assert affordable(doubled, 1) is doubled
+    assert compiled_if_worth(doubled, 1) is doubled
     monkeypatch.delitem(sys.modules, "numba")
-    assert affordable(doubled, module.WORTH_COMPILING + 1) is doubled
+    assert compiled_if_worth(doubled, module.WORTH_COMPILING + 1) is doubled
     column = Column(np.array([1.0, 2.0]))
-    assert affordable(doubled, 1)(column, 3) == 3
+    assert compiled_if_worth(doubled, 1)(column, 3) == 3
     assert column.numbers.tolist() == [2.0, 4.0]
 
 

@@ -145,10 +145,10 @@ def test_routes():
 
 def test_allreduce():
     """Over the network 2 * 3/4 * 80 / 10 + 2 * 2 * 2; in a node 2 * 1/2 * 80 / 100 + 2 * 0.5."""
-    assert cost_model().allreduce_s(80, (0, 1, 2, 3)) == 12.0 + 8.0
-    assert cost_model().allreduce_s(80, (2, 3)) == 0.8 + 1.0
-    assert cost_model().allreduce_s(80, (1,)) == 0.0
-    assert cost_model().allreduce_s(0, (0, 1)) == 0.0
+    assert cost_model().all_reduce_s(80, (0, 1, 2, 3)) == 12.0 + 8.0
+    assert cost_model().all_reduce_s(80, (2, 3)) == 0.8 + 1.0
+    assert cost_model().all_reduce_s(80, (1,)) == 0.0
+    assert cost_model().all_reduce_s(0, (0, 1)) == 0.0
 
 
 def test_tied_parameters_count_once_per_stage():

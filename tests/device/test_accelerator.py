@@ -51,6 +51,6 @@ def test_shared_memory_and_narrow_numbers_are_known() -> None:
     """A device of the host's memory is budgeted as the host, and has no numbers of 64 bits."""
     mps = torch.device("mps", 0)
     assert not accelerator.has_own_memory(mps)
-    assert accelerator.wide(mps) == torch.float32
-    assert accelerator.wide(torch.device("cpu")) == torch.float64
+    assert accelerator.widest_float(mps) == torch.float32
+    assert accelerator.widest_float(torch.device("cpu")) == torch.float64
     assert not accelerator.has_collectives(mps)

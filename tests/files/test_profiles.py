@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hypothesis import given
 
-from anabranch.files import load_profile, profile_to_dict, save_profile
+from anabranch.files import load_profile, save_profile
+from anabranch.files.profiles import profile_to_dict
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 from tests.files.documents import PROFILE, same_folder

@@ -148,7 +148,7 @@ def test_periods_are_made_of_the_simulators_seconds(case):
     border, price = cost.border(case.mask), cost.border_price(mode.replicas)
     comes, goes = border.comes.at(n), border.goes.at(n)
     nbytes = cost.stage_held_bytes(bits(case.mask)).summed
-    reduce_s = cost.allreduce_s(nbytes, range(mode.replicas))
+    reduce_s = cost.all_reduce_s(nbytes, range(mode.replicas))
     if not cost.tied and mode.replicas > 1 and nbytes:
         (ring,) = (ring for ring in costs.all_reduces() if ring.stages == (stage,))
         assert ring.seconds == reduce_s

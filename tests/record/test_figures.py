@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from anabranch.cli.output import answering
-from anabranch.cli.run_results import keeping, say_run
+from anabranch.cli.training.run_results import keeping, say_run
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.plans.plan import memory_text, time_text
 from anabranch.record import Evaluation, Run, StepPart, load_run, save_run
-from anabranch.record.figures import tables, told
+from anabranch.record.figures import shown_figures, tables
 from anabranch.timeline import Timeline
 from anabranch.training import EvaluationEvent, PlanEvent, StepEvent
 from tests.record.test_folder import PLAN, RUN, SPANS
@@ -99,7 +99,9 @@ def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsy
 def test_why_steps_in_a_row_take_longer_is_told(period_s: float) -> None:
     """Where that is predicted: one takes 0.5 s alone."""
     plan = replace(PLAN, predicted=replace(PLAN.figures, period_s=period_s))
-    figures = {figure.name: figure.more for figure in told(replace(STEPS, plan=plan).figures())}
+    figures = {
+        figure.name: figure.more for figure in shown_figures(replace(STEPS, plan=plan).figures())
+    }
     said = figures["steps in a row"]
     assert said.startswith(f"predicted {time_text(period_s)} each")
     assert ("longer than one alone" in said) == (period_s > 0.51)
@@ -146,14 +148,14 @@ def test_a_metric_that_is_not_finite_is_told(tmp_path: Path, capsys) -> None:
     with answering(as_json=True):
         say_run(run, tmp_path / "run", {})
     assert json.loads(capsys.readouterr().out)["metrics"] == {"loss": 0.5, "precision": None}
-    (said,) = (f.line for f in told(run.figures()) if f.name == "held-out precision")
+    (said,) = (f.line for f in shown_figures(run.figures()) if f.name == "held-out precision")
     assert said == "not finite"
 
 
 def test_metrics_of_training_are_told_to_be_of_one_step() -> None:
     """They stand below a loss that is a mean of ten; held-out means are of all batches."""
     run = replace(RUN, metrics={"accuracy": 0.5}, chance={"accuracy": 0.25})
-    (said,) = (f.line for f in told(run.figures()) if f.name == "accuracy")
+    (said,) = (f.line for f in shown_figures(run.figures()) if f.name == "accuracy")
     assert said == "0.5000, of the last step; chance 0.25"
 
 
@@ -168,7 +170,9 @@ def test_metrics_of_training_are_told_to_be_of_one_step() -> None:
 def test_why_no_memory_was_measured(change: dict[str, tuple[float, ...]], why: str) -> None:
     """Not measured says nothing without the reason."""
     run = replace(STEPS, device_peak_bytes=(), **change)
-    (said,) = (figure.line for figure in told(run.figures()) if figure.name == "peak memory")
+    (said,) = (
+        figure.line for figure in shown_figures(run.figures()) if figure.name == "peak memory"
+    )
     assert said.startswith("not measured, predicted 7 B; ")
     assert why in said
 
@@ -176,7 +180,7 @@ def test_why_no_memory_was_measured(change: dict[str, tuple[float, ...]], why: s
 def test_an_evaluation_alone_that_fails_has_made_no_steps(capsys, tmp_path):
     """Neither the figures nor the line in the terminal speak of steps."""
     run = replace(RUN, losses=(), failure="the disk is on fire")
-    assert told(run.figures())[0].line == "in the evaluation, the disk is on fire"
+    assert shown_figures(run.figures())[0].line == "in the evaluation, the disk is on fire"
 
     def evaluate() -> None:
         with keeping(lambda kept: (kept, Path("kept")), tmp_path) as so_far:

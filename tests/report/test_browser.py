@@ -10,7 +10,7 @@ import pytest
 
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.record import save_run
-from anabranch.record.figures import told
+from anabranch.record.figures import shown_figures
 from anabranch.report.html import page as page_of
 from anabranch.report.timeline_layout import ShownTimeline
 from tests.record.test_figures import STEPS, on_page
@@ -55,7 +55,8 @@ def test_a_browser_opens_the_page_without_an_error(tmp_path: Path) -> None:
     assert re.search(r'<span id="zoom"(?! hidden)>', html)
     tiles = on_page(html)
     assert {name: tiles[name] for name in tiles if name != "depth"} == {
-        figure.name: figure.line for figure in told(json.loads(json.dumps(STEPS.figures())))
+        figure.name: figure.line
+        for figure in shown_figures(json.loads(json.dumps(STEPS.figures())))
     }
 
 

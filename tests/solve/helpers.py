@@ -8,7 +8,7 @@ from typing import ClassVar
 from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.planner.auto.search import Search
-from anabranch.planner.base import WHOLE, Runs
+from anabranch.planner.base import PLAIN_RUN, RunOptions
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
@@ -61,18 +61,20 @@ class Scripted(Search):
     def likely(self) -> list[StageGraph]:
         return []
 
-    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
+    def near(self, graph: StageGraph, runs: RunOptions = PLAIN_RUN) -> list[StageGraph]:
         return []
 
     def promising(
-        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+        self, graphs: Iterable[StageGraph], runs: RunOptions, limit: float = math.inf
     ) -> list[StageGraph]:
         return []
 
-    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+    def again(
+        self, best: StageGraph, runs: RunOptions, choice: RunOptions
+    ) -> list[tuple[StageGraph, RunOptions]]:
         return []
 
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+    def is_misled(self, graph: StageGraph, runs: RunOptions, seconds: float) -> bool:
         return False
 
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:

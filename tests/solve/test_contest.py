@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from anabranch.planner.base import Runs
+from anabranch.planner.base import RunOptions
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.solve.contest import Contest
@@ -32,11 +32,13 @@ class Rounds(Scripted):
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
 
-    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+    def again(
+        self, best: StageGraph, runs: RunOptions, choice: RunOptions
+    ) -> list[tuple[StageGraph, RunOptions]]:
         self.asked.append(best.stages[0].microbatch_size)
         return [(with_size(self.graph, self.sizes.pop(0)), runs)] if self.sizes else []
 
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+    def is_misled(self, graph: StageGraph, runs: RunOptions, seconds: float) -> bool:
         return self.row > 0
 
     def origin(self, graph: StageGraph) -> str:
@@ -104,7 +106,9 @@ def test_what_is_proposed_with_split_backwards_is_not_judged_without():
 
     class Split(Rounds):
         def again(self, best, runs, choice):
-            return [(graph, Runs(split=True)) for graph, _ in super().again(best, runs, choice)]
+            return [
+                (graph, RunOptions(split=True)) for graph, _ in super().again(best, runs, choice)
+            ]
 
     contest = Contest(cost, AUTO, Split(graph, [2]), SearchBudget(), may_share=False)
     contest.judge.consider([with_size(graph, 4)])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from anabranch.planner.base import WHOLE, Runs
+from anabranch.planner.base import PLAIN_RUN, RunOptions
 from anabranch.plans.stages import StageGraph
 from anabranch.solve import step_search
 from anabranch.solve.settings import SearchBudget
@@ -21,14 +21,14 @@ class Halving(Scripted):
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 8)
 
-    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
+    def near(self, graph: StageGraph, runs: RunOptions = PLAIN_RUN) -> list[StageGraph]:
         self.asked.append(graph.stages[0].microbatch_size)
         if len(self.asked) % 2:
             return []
         return [with_size(self.graph, max(1, graph.stages[0].microbatch_size // 2))]
 
     def promising(
-        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+        self, graphs: Iterable[StageGraph], runs: RunOptions, limit: float = math.inf
     ) -> list[StageGraph]:
         return [*graphs]
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from anabranch.solve import bottleneck_s_per_sample, options_of
+from anabranch.plans.prices import bottleneck_s_per_sample
+from anabranch.solve import options_of
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import Limited, Published, found, two_stages
 

@@ -1,9 +1,9 @@
 """Tables of the versions that the passes of a policy read."""
 
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.asynchronous import stage_actions
+from anabranch.schedule.asynchronous import stage_actions, units_in_flight
 from anabranch.schedule.schedule import Kind
-from anabranch.weights import Reading, VersionTracker, WeightPolicy, units_in_flight, versions_held
+from anabranch.weights import Reading, VersionTracker, WeightPolicy, versions_held
 
 
 def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: int = 1) -> str:

@@ -12,8 +12,10 @@ from anabranch.weights import (
     POLICIES,
     Naive,
     PipeOptim,
+    Reading,
     Stash,
     TwoBuffers,
+    Unit,
     VersionTracker,
     versions_held,
 )
@@ -111,6 +113,17 @@ def test_passes_out_of_order_are_refused():
         alive.fill(0)
     with pytest.raises(AssertionError, match="mini-batch 1"):
         alive.backward(1)
+
+
+def test_a_backward_reads_no_version_that_nothing_keeps():
+    """One between those of its forward and of the present would silently be the present one."""
+
+    class Halfway(Naive):
+        def backward(self, unit: Unit) -> Reading:
+            return Reading(unit.number - 1)
+
+    with pytest.raises(AssertionError, match="no version is kept for Reading"):
+        versions_held(Halfway(), in_flight=3, deepest=3)
 
 
 def test_no_stage_has_more_in_flight_than_the_deepest():

@@ -39,7 +39,6 @@ from anabranch.files.imported_graph import (
     ImportedGraph,
     ImportedNode,
     check_edges,
-    neighbours,
     sources,
     unique_names,
 )
@@ -47,7 +46,7 @@ from anabranch.files.jsonfile import LIMITS, Strict, validate
 from anabranch.files.pipedream import images
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
-from benchmarks.planners.published.training_graph import TrainingNode, group
+from benchmarks.planners.published.training_graph import TrainingNode, group, neighbours
 
 _Milliseconds = Annotated[float, Field(ge=0, le=LIMITS.seconds * 1000)]
 _Flag = bool | Annotated[int, Field(ge=0, le=1)]

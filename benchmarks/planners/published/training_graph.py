@@ -27,8 +27,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
-from anabranch.files.imported_graph import Edge, neighbours, topological_order
+from anabranch.files.imported_graph import Edge, topological_order
 from anabranch.graph.digraph import strongly_connected
+
+
+def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
+    """Return node -> its successors, or with ``back`` its predecessors, if it has any."""
+    result: dict[str, list[str]] = {}
+    for edge in edges:
+        a, b = (edge.consumer, edge.producer) if back else (edge.producer, edge.consumer)
+        result.setdefault(a, []).append(b)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,10 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
     if doubt := _doubt(calibration):
         return cluster, f"the calibration {doubt}, so it is not used; {COMMAND} makes a new one"
     links = replace(measured.levels[0], size=cluster.num_devices)
-    said = f"{cluster.name} as calibrated on {calibration.date}"
+    sentence = f"{cluster.name} as calibrated on {calibration.date}"
     if calibration.remark:
-        said += f"; {calibration.remark}"
-    return replace(cluster, levels=(links,), calibration=calibration), said
+        sentence += f"; {calibration.remark}"
+    return replace(cluster, levels=(links,), calibration=calibration), sentence
 
 
 def is_calibrated(cluster: Cluster) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import re
 import secrets
@@ -43,7 +42,7 @@ from anabranch.checkpoint.reading import Checkpoint, load_state_dict
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import RankPart, Target
 from anabranch.errors import FileFormatError
-from anabranch.files.jsonfile import explain
+from anabranch.files.jsonfile import FilePath, explain
 
 _STATE = re.compile(r"^(?:app\.)?(?:optimizer|optim)\.state\.(.+)$")
 _GROUPS = re.compile(r"^(?:app\.)?(?:optimizer|optim)\.param_groups\.(.+)$")
@@ -59,12 +58,12 @@ class Converted:
     optimizer_tensors: int
 
 
-def is_distributed(folder: str | os.PathLike[str]) -> bool:
+def is_distributed(folder: FilePath) -> bool:
     """Return True for the folder of a distributed checkpoint of PyTorch."""
     return (Path(folder) / ".metadata").is_file()
 
 
-def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> Converted:
+def to_distributed(checkpoint: FilePath, output: FilePath) -> Converted:
     """Write a checkpoint as a distributed checkpoint of PyTorch, in a new folder.
 
     Raises:
@@ -100,7 +99,7 @@ def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike
 
 
 def from_distributed(
-    folder: str | os.PathLike[str], output: str | os.PathLike[str], *, optimizer: str | None = None
+    folder: FilePath, output: FilePath, *, optimizer: str | None = None
 ) -> Converted:
     """Write a distributed checkpoint of PyTorch as a checkpoint from which training resumes.
 
@@ -121,8 +120,7 @@ def from_distributed(
     kind, progress = rest.pop("kind", None) or optimizer, rest.pop("progress", {})
     if (state or options) and not kind:
         raise FileFormatError(
-            f"{folder} has the state of an optimizer, but not which one: name its class, such as "
-            "--optimizer AdamW"
+            f"{folder} has an optimizer's state, but not its class: name it, as --optimizer AdamW"
         )
     aliases = rest.get("aliases", _tied(model, state))
     model = {name: tensor for name, tensor in model.items() if name not in aliases}

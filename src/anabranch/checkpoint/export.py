@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from anabranch.checkpoint.manifest import Pretrained
 from anabranch.checkpoint.reading import Checkpoint
 from anabranch.checkpoint.writing import write_tensors
 from anabranch.errors import TrainingError
+from anabranch.files.jsonfile import FilePath
 from anabranch.graph.slices import whole_name
 
 WEIGHTS = "model.safetensors"
@@ -50,11 +51,7 @@ class Exported:
 
 
 def export(
-    checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    prefix: str | None = None,
-    trained: bool = False,
+    checkpoint: FilePath, output: FilePath, *, prefix: str | None = None, trained: bool = False
 ) -> Exported:
     """Write the model of a checkpoint.
 
@@ -115,7 +112,7 @@ def export(
     )
 
 
-def require_new(output: str | os.PathLike[str]) -> Path:
+def require_new(output: FilePath) -> Path:
     """Return the output path; raises TrainingError if it exists."""
     if os.path.lexists(output):
         raise TrainingError(f"{output} exists, and an export never replaces anything; name another")
@@ -124,23 +121,21 @@ def require_new(output: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``, which is renamed to it once all is written.
+    """Yield a path in a temporary folder, which is renamed to ``path`` once all is written.
 
     Raises:
         TrainingError: for an OSError inside, or an error of ``kind``.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    folder = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
+        folder.mkdir(parents=True)
+        yield (partial := folder / path.name)
         partial.rename(path)
     except (OSError, kind) as error:
         raise TrainingError(f"{path} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        with suppress(OSError):
-            partial.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name_in_peft(name: str, adapter: str) -> str:

@@ -6,7 +6,6 @@ Hugging Face's ``save_pretrained`` (``model.safetensors.index.json``). Each rank
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from anabranch.checkpoint.manifest import type_text
 from anabranch.checkpoint.reading import opened, read_tensor
 from anabranch.errors import FileFormatError
-from anabranch.files.jsonfile import parse, read_text
+from anabranch.files.jsonfile import FilePath, parse, read_text
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,7 +27,7 @@ class PlainWeights:
         FileFormatError: if there is no such file, or it is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: FilePath) -> None:
         self.path = Path(path)
         self._files: dict[str, Path] = {}
         for file in self._tensor_files():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from anabranch.checkpoint.manifest import (
 )
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError, some
-from anabranch.files.jsonfile import read_document
+from anabranch.files.jsonfile import FilePath, read_document
 from anabranch.graph.slices import read_by_name, whole_name
 
 
@@ -92,8 +91,7 @@ class SavedState:
         if unknown:
             raise FileFormatError(
                 f"{self.where} holds {len(unknown)} tensors that the model lacks, such as "
-                f"{unknown[0]}; the checkpoint is of another model, or of another configuration "
-                "of it"
+                f"{unknown[0]}; the checkpoint is of another model, or configuration of it"
             )
 
     def require_frozen(self, name: str, parameter: Tensor) -> None:
@@ -105,8 +103,7 @@ class SavedState:
         if fingerprint(parameter) != self.frozen[name]:
             raise FileFormatError(
                 f"{self.where} leaves frozen parameters out (save_frozen=False), and {name} has "
-                "other values in the module than when it was written: build the module with the "
-                "same pretrained weights before it resumes"
+                "other values in the module now: build it from the same pretrained weights"
             )
 
     def require(self, keys: Sequence[str]) -> None:
@@ -115,8 +112,7 @@ class SavedState:
         if missing:
             raise FileFormatError(
                 f"{self.where} lacks {len(missing)} of the tensors that the model has: "
-                f"{some(missing, 5)}; the checkpoint is of another model, or of another "
-                "configuration of it"
+                f"{some(missing, 5)}; the checkpoint is of another model, or configuration of it"
             )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
@@ -158,7 +154,7 @@ class Checkpoint(SavedState):
             missing, cut short or of another checkpoint.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: FilePath) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             why = "it is a file" if self.folder.exists() else "there is no such folder"
@@ -178,8 +174,7 @@ class Checkpoint(SavedState):
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
         if checksum_of(written) != self.manifest.checksum:
             raise FileFormatError(
-                f"{self.where} was changed or damaged after it was written: its checksum is that "
-                "of another content; take an earlier checkpoint"
+                f"{self.where} was changed or damaged, by its checksum; take an earlier checkpoint"
             )
         for name, size in self.manifest.files.items():
             self._check_file(name, size)
@@ -263,9 +258,7 @@ class Checkpoint(SavedState):
         return tensor
 
 
-def load_state_dict(
-    folder: str | os.PathLike[str], *, optimizer_state: str = ""
-) -> dict[str, Tensor]:
+def load_state_dict(folder: FilePath, *, optimizer_state: str = "") -> dict[str, Tensor]:
     """Load the whole model of a checkpoint, for ``torch.nn.Module.load_state_dict``.
 
     Args:

@@ -142,8 +142,7 @@ class Saving:
             elif limited and time.monotonic() - since > self._timeout:
                 raise TrainingError(
                     f"{self._target.folder} cannot be written: for {self._timeout:g} s no rank has "
-                    "written anything; with several machines, the folder has to be on a file "
-                    "system that all of them see"
+                    "written anything; several machines need a file system that all of them see"
                 )
 
     def _written(self) -> int:

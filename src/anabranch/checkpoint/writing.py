@@ -39,7 +39,7 @@ from anabranch.checkpoint.manifest import (
     sealed,
 )
 from anabranch.errors import TrainingError, some
-from anabranch.files.jsonfile import write_document
+from anabranch.files.jsonfile import write_document, write_whole
 
 _PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
 
@@ -203,10 +203,7 @@ def write_part(target: Target, rank: int, part: RankPart) -> None:
             "bytes": file.stat().st_size,
             "checksum": file_checksum(file),
         }
-        final = target.description(rank)
-        incomplete = final.with_suffix(".tmp")
-        incomplete.write_text(json.dumps(written))
-        incomplete.rename(final)
+        write_whole(target.description(rank), json.dumps(written).encode())
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"{file} cannot be written: {error}") from error
 
@@ -241,8 +238,7 @@ def finish(target: Target, lock: int) -> None:
         sync(folder.parent)
     except OSError as error:
         raise TrainingError(
-            f"{folder} cannot be written: {error}; with several machines, the folder has to be on "
-            "a file system that all of them see"
+            f"{folder} cannot be written: {error}; several machines need a file system that all see"
         ) from error
     _unlock(lock)
 

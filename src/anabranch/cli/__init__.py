@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,22 +23,7 @@ from typer.exceptions import TyperException
 
 from anabranch.cli import output
 from anabranch.cli.parsing import completed
-from anabranch.cli.run_file import asks_for_json
-from anabranch.cli.verbs.check import check
-from anabranch.cli.verbs.cluster import cluster
-from anabranch.cli.verbs.compare import compare
-from anabranch.cli.verbs.demo import demo
-from anabranch.cli.verbs.doctor import doctor
-from anabranch.cli.verbs.export import export
-from anabranch.cli.verbs.export_plan import export_plan
-from anabranch.cli.verbs.models import models
-from anabranch.cli.verbs.plan import plan
-from anabranch.cli.verbs.profile import profile
-from anabranch.cli.verbs.rehearse import rehearse
-from anabranch.cli.verbs.report import report
-from anabranch.cli.verbs.simulate import simulate
-from anabranch.cli.verbs.train import train
-from anabranch.cli.verbs.verify import verify
+from anabranch.cli.training.run_file import asks_for_json
 from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError, shadowed
 
 _MEANT = {
@@ -71,10 +57,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's table cuts names of options to fit a terminal
 )
-_verbs = (
-    *(doctor, profile, plan, compare, check, simulate, rehearse, models),
-    *(verify, train, export, export_plan, report, cluster, demo),
+_VERBS = (
+    "doctor profile plan compare check simulate rehearse models "
+    "verify train export export_plan report cluster demo"
 )
+"""Verbs in the order of the help; each is a function of its own name in a file of ``verbs``."""
 
 
 class _Verb(TyperCommand):
@@ -91,17 +78,17 @@ class _Verb(TyperCommand):
             _fail("Interrupted", "ended by Ctrl-C", output.INTERRUPTED)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
+        written = list(args)
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             if error.param is not None and not error.message:  # it is missing
-                error.message = completed(self, error.param, given)
+                error.message = completed(self, error.param, written)
             raise
 
 
-for _verb in _verbs:
-    app.command(cls=_Verb)(_verb)
+for _name in _VERBS.split():
+    app.command(cls=_Verb)(getattr(import_module(f"anabranch.cli.verbs.{_name}"), _name))
 
 
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -39,16 +39,16 @@ def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
     from anabranch.calibration import kept
 
     cluster, sentence = kept.calibrated(cluster)
-    for said in (sentence, *kept.remarks(cluster)):
-        if said:
-            remark(said)
+    for text in (sentence, *kept.remarks(cluster)):
+        if text:
+            remark(text)
     return cluster
 
 
 def note_other_model(plan: Plan, graph: OpGraph) -> None:
     """Say that a plan file was made for a model of another size, if that is so."""
-    if said := plan.other_model(graph):
-        note(said)
+    if text := plan.other_model(graph):
+        note(text)
 
 
 def remark_uncalibrated(plan: Plan) -> None:
@@ -92,8 +92,7 @@ def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = T
     except (ValueError, typer.BadParameter):
         raise InvalidPlanError(
             f"{file} was made for a cluster called {plan.cluster!r}, which is no preset, and does "
-            "not say what that has; name the cluster file it was made for, or another cluster, "
-            "with --cluster FILE"
+            "not say what that has; name its file, or another cluster, with --cluster FILE"
         ) from None
 
 

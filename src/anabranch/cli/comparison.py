@@ -180,7 +180,7 @@ def _groups(plan: Plan) -> list[int]:
 def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
     """Return how old the weights of each stage of an asynchronous plan are."""
     from anabranch.simulator.staleness import staleness
-    from anabranch.solve.asynchronous_simulation import order_of
+    from anabranch.solve.asynchronous.simulation import order_of
     from anabranch.weights import policy_named
 
     last_update = optimizer is not None and optimizer.keeps_last_update

@@ -69,8 +69,8 @@ def options_by_planner(
         known: {planner: its options}, of the planners compared.
     """
     by_planner: dict[str, dict[str, object]] = {name: {} for name in chosen}
-    given = [(*key.rpartition(".")[::2], value) for key, value in named_values(values).items()]
-    for scope, name, value in sorted(given, key=lambda item: item[0] != ""):
+    named = [(*key.rpartition(".")[::2], value) for key, value in named_values(values).items()]
+    for scope, name, value in sorted(named, key=lambda item: item[0] != ""):
         # Planner names have dashes, which were taken for underscores.
         within = [p for p in chosen if not scope or p.replace("-", "_") == scope]
         having = [planner for planner in within if name in known[planner]]
@@ -112,25 +112,25 @@ _EXAMPLES = {"model": "mmt", "cluster": "summit:8x4", "batch_size": "64"}
 """Example values of required arguments and options."""
 
 
-def completed(verb: Any, missing: Any, given: Sequence[str]) -> str:
+def completed(verb: Any, missing: Any, arguments: Sequence[str]) -> str:
     """Return the help of a missing argument or option, with an example of the whole command.
 
     Args:
         verb: the command, whose parameters typer knows.
         missing: the parameter that is missing.
-        given: what the user wrote after the verb.
+        arguments: words that the user wrote after the verb.
     """
-    written, more = {text.partition("=")[0] for text in given}, []
+    written, more = {text.partition("=")[0] for text in arguments}, []
     for parameter in verb.params:
         if parameter.required and parameter.name in _EXAMPLES:
             options = [name for name in parameter.opts if name.startswith("--")]
             if parameter is missing or (options and not {*options} & written):
                 more.append(" ".join([*options, _EXAMPLES[parameter.name]]))
-    said = (missing.help or "").rstrip(".")
+    summary = (missing.help or "").rstrip(".")
     if not more:
-        return f"{said}."
-    command = " ".join([shlex.join(["anabranch", verb.name, *given]), *more])
-    return f"{said}; for example: {command}"
+        return f"{summary}."
+    command = " ".join([shlex.join(["anabranch", verb.name, *arguments]), *more])
+    return f"{summary}; for example: {command}"
 
 
 def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:

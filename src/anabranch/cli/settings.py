@@ -15,9 +15,9 @@ from anabranch.cli import torchrun
 from anabranch.cli.clusters import cluster_of, require_own_devices
 from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
-from anabranch.cli.run_file import refuse_beside_plan
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import Settings, options_set
+from anabranch.cli.training.run_file import refuse_beside_plan
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.planner import PLANNERS
@@ -85,8 +85,7 @@ Output = Annotated[
         "-o",
         "--output",
         "--option",
-        help="A file to write, or, with an equals sign, an option of the model (-o layers=8); "
-        "repeatable.",
+        help="A file to write, or an option of the model (-o layers=8); repeatable.",
         callback=_writable_output,
     ),
 ]

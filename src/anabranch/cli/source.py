@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -49,7 +49,7 @@ class ModelSource:
     model: str
     preset: str = "published"
     options: Mapping[str, str] = field(default_factory=dict)
-    granularity: str = "layer"
+    granularity: Granularity = "layer"
     keep: bool = True
     rewrites: tuple[str, ...] = ()
     batch_size: int | None = None
@@ -102,9 +102,10 @@ class ModelSource:
         """The workload's module as a graph of operators."""
         from anabranch.graph.capture import capture_to_plan
 
-        granularity = cast("Granularity", self.granularity)
         with self._capturing():
-            captured = capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
+            captured = capture_to_plan(
+                workload, granularity=self.granularity, rewrites=self.rewrites
+            )
         if self.batch_size is not None and ":" in self.model:
             from anabranch.runtime.data_feed import refusal_of_data
 
@@ -131,8 +132,7 @@ class ModelSource:
             )
         if self.is_file:
             raise typer.BadParameter(
-                f"{self.model} is a file, as profiles are; this needs the model itself, by name or "
-                "package.module:function"
+                f"{self.model} is a file, as profiles are; name a model, or package.module:function"
             )
         announce(f"loading and capturing {self.model}")
         from anabranch.files.capture_cache import files_read
@@ -246,15 +246,9 @@ def read_profile_file(
     else:
         profile = load_profile(path)
     if profile.source == "imported":
-        note(
-            f"{model} is imported: its seconds are those of {profile.device}, whatever device is "
-            "asked for"
-        )
+        note(f"{model} is imported: its seconds are those of {profile.device} for any device")
     elif profile.device.split(":")[0] != device.split(":")[0]:
-        note(
-            f"{model} has times for {profile.device}, but {device} is asked for: the seconds below "
-            "are those of the former"
-        )
+        note(f"{model} has times for {profile.device}, not {device}; seconds are of the former")
     return profile
 
 

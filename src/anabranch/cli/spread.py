@@ -127,8 +127,8 @@ _NO_HELP = "Help texts are left out by python -OO; python -O has them."
 
 
 @cache  # most settings are of several verbs
-def _documented(thing: Any, section: str) -> tuple[str, dict[str, str]]:
+def _documented(target: Any, section: str) -> tuple[str, dict[str, str]]:
     """The docstring before a section, and the entries of the section by their names."""
-    about, _, rest = (inspect.getdoc(thing) or _NO_HELP).partition(f"\n\n{section}:\n")
+    about, _, rest = (inspect.getdoc(target) or _NO_HELP).partition(f"\n\n{section}:\n")
     entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", rest.partition("\n\n")[0], re.MULTILINE)
     return about, {name: " ".join(text.split()) for name, text in entries}

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import typer
 
 from anabranch.errors import AnabranchError
-
-if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan
 
 
 def is_rank() -> bool:

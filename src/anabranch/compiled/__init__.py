@@ -4,13 +4,11 @@
 ``forked`` runs the items of a loop in as many processes as there are cores.
 """
 
-from anabranch.compiled.functions import Compiled as Compiled
 from anabranch.compiled.functions import Floats as Floats
 from anabranch.compiled.functions import Ints as Ints
 from anabranch.compiled.functions import Table as Table
-from anabranch.compiled.functions import affordable as affordable
 from anabranch.compiled.functions import begin as begin
 from anabranch.compiled.functions import compiled as compiled
-from anabranch.compiled.functions import private_folder as private_folder
+from anabranch.compiled.functions import compiled_if_worth as compiled_if_worth
 from anabranch.compiled.functions import record_type as record_type
 from anabranch.compiled.functions import records as records

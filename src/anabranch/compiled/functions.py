@@ -172,7 +172,7 @@ WORTH_COMPILING = 3_000_000
 """Turns of an inner loop from which on loading numba is faster than plain Python."""
 
 
-def affordable(
+def compiled_if_worth(
     function: Compiled[_Arguments, _Result], turns: int
 ) -> Callable[_Arguments, _Result]:
     """Return a function as machine code if numba is loaded or ``turns`` are worth loading it, else

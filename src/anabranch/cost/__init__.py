@@ -18,6 +18,4 @@ depend on the micro-batch, ``nested_weights`` has them for all stages between ne
 operators. ``memory``, ``communication`` and ``overheads`` have the formulas.
 """
 
-from anabranch.cost.model import CostModel
-
-__all__ = ["CostModel"]
+from anabranch.cost.model import CostModel as CostModel

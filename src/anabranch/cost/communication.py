@@ -47,7 +47,7 @@ def all_reduce_price(
 
 
 def all_reduce_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
-    """Seconds of an all-reduce in full buckets, one after the other, by the price of a ring."""
+    """Seconds of an all-reduce in full buckets, one after the other, at an ``all_reduce_price``."""
     return nbytes * per_byte_s + np.maximum(nbytes > 0, nbytes / BUCKET_BYTES) * latency_s
 
 

@@ -156,7 +156,7 @@ class CostModel:
         return np.array([cost.kept_fixed_bytes for cost in self.profile.costs], dtype=np.float64)
 
     @cached_property
-    def readers(self) -> tuple[int, ...]:
+    def value_readers(self) -> tuple[int, ...]:
         """Bit mask of the operators that read each value."""
         return tuple(sum(1 << consumer for consumer in v.consumers) for v in self.graph.values)
 
@@ -167,7 +167,7 @@ class CostModel:
 
     @remembered
     def route(self, source: int, target: int) -> Route:
-        """The way of a message from one device to another: the slowest link on it, every port."""
+        """Return the way of a message between two devices: the slowest link on it, every port."""
         link = self.cluster.link(source, target)
         return Route(1 / link.bandwidth, link.latency_s, self.cluster.ports(source, target))
 
@@ -188,7 +188,7 @@ class CostModel:
         """Return the ``all_reduce_price`` over ``ranks`` ranks whose slowest link is ``link``."""
         return all_reduce_price(link.bandwidth, link.latency_s, ranks, self.updates)
 
-    def allreduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
+    def all_reduce_s(self, nbytes: float, devices: Sequence[int]) -> float:
         """Return the seconds of the all-reduces of a batch over ascending devices, one per update,
         on the slowest link among them.
         """
@@ -280,7 +280,7 @@ class CostModel:
         """Bytes that cross the border of a set of operators; the batch is at hand everywhere."""
         sums = [[0.0, 0.0] for _ in range(4)]
         enters, leaves, enters_back, leaves_back = sums
-        for value, readers in zip(self.graph.values, self.readers, strict=True):
+        for value, readers in zip(self.graph.values, self.value_readers, strict=True):
             is_made = value.producer != BATCH and mask >> value.producer & 1
             if is_made and readers & ~mask:
                 leaves[not value.batched] += value.nbytes

@@ -291,7 +291,7 @@ class NestedSets:
         """Per set and value, whether the set makes it and its readers outside; bytes as columns."""
         values = [
             value
-            for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)
+            for value, readers in zip(self.cost.graph.values, self.cost.value_readers, strict=True)
             if readers and value.producer != BATCH
             if self.sets[-1] & (readers | 1 << value.producer)
         ]

@@ -111,10 +111,10 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """Start to copy a tensor to the host; return the copy, and an event behind it, None if done."""
     if not has_streams(tensor.device):
         return tensor, None
-    return host_like(tensor).copy_(tensor, non_blocking=True), mark(tensor.device)
+    return host_like(tensor).copy_(tensor, non_blocking=True), record_event(tensor.device)
 
 
-def wide(place: torch.device) -> torch.dtype:
+def widest_float(place: torch.device) -> torch.dtype:
     """Return the type with the most digits that a device computes with."""
     return torch.float64 if kind_of(place.type).float64 else torch.float32
 
@@ -133,7 +133,7 @@ def current_stream(place: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(place)
 
 
-def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
+def record_event(place: torch.device, *, timed: bool = False) -> torch.Event:
     """Record an event behind all work that the current stream has so far."""
     event = torch.Event(place, enable_timing=timed)
     event.record(current_stream(place))
@@ -142,11 +142,11 @@ def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
 
 def waiter(place: torch.device) -> Callable[[], None]:
     """Return a function that waits, in any thread, for all work of the current stream so far."""
-    return mark(place).synchronize if has_streams(place) else lambda: None
+    return record_event(place).synchronize if has_streams(place) else lambda: None
 
 
 @contextmanager
-def beside(place: torch.device) -> Iterator[None]:
+def on_side_stream(place: torch.device) -> Iterator[None]:
     """Run operations inside on a stream of their own, behind all work given before."""
     if not has_streams(place):
         yield
@@ -172,7 +172,7 @@ def recorded(work: Callable[[], T], place: torch.device) -> Callable[[], T]:
             "newer, another backend of compile, or none"
         )
     graph = torch.accelerator.Graph(capture_error_mode="thread_local")  # transports have threads
-    with beside(place), graph:
+    with on_side_stream(place), graph:
         result = work()
 
     def replay() -> T:

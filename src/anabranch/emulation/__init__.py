@@ -24,7 +24,5 @@ Prices are the simulator's (``simulator.costs``), so a predicted and an emulated
 work of the runtime, not by the costs of links.
 """
 
-from anabranch.emulation.emulation import Emulation
-from anabranch.emulation.pipeline import EmulatedPipeline
-
-__all__ = ["EmulatedPipeline", "Emulation"]
+from anabranch.emulation.emulation import Emulation as Emulation
+from anabranch.emulation.pipeline import EmulatedPipeline as EmulatedPipeline

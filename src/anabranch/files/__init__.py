@@ -18,8 +18,6 @@ Units are in the keys; operators go by name, so people can edit files:
 Each kind of file has a module; ``jsonfile`` has what they share. Keys added later have defaults.
 """
 
-from __future__ import annotations
-
 from anabranch.files.clusters import cluster_to_dict as cluster_to_dict
 from anabranch.files.clusters import load_cluster as load_cluster
 from anabranch.files.clusters import save_cluster as save_cluster
@@ -28,5 +26,4 @@ from anabranch.files.plans import plan_from_dict as plan_from_dict
 from anabranch.files.plans import plan_to_dict as plan_to_dict
 from anabranch.files.plans import save_plan as save_plan
 from anabranch.files.profiles import load_profile as load_profile
-from anabranch.files.profiles import profile_to_dict as profile_to_dict
 from anabranch.files.profiles import save_profile as save_profile

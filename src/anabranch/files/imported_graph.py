@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from anabranch.errors import FileFormatError, some
 from anabranch.files.jsonfile import LIMITS
 from anabranch.graph import digraph
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 
 
@@ -78,7 +78,7 @@ class ImportedGraph:
     edges: Sequence[Edge]
     samples: int
     device: str
-    granularity: str = "layer"
+    granularity: Granularity = "layer"
 
     def profile(self) -> Profile:
         """Return the profile; FileFormatError unless this is a connected graph without cycles."""
@@ -153,15 +153,6 @@ def _clean(label: str) -> str:
     # Conv2d(3, 64, kernel_size=(11, 11)) -> Conv2d, without characters that names must not have.
     text = re.sub(r"[^\w./+-]+", "_", label.partition("(")[0].strip())
     return re.sub(r"\.{2,}", ".", text).strip("./")[: LIMITS.name].rstrip("./")
-
-
-def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
-    """Return node -> its successors, or with ``back`` its predecessors, if it has any."""
-    result: dict[str, list[str]] = {}
-    for edge in edges:
-        a, b = (edge.consumer, edge.producer) if back else (edge.producer, edge.consumer)
-        result.setdefault(a, []).append(b)
-    return result
 
 
 def sources(nodes: Iterable[str], edges: Iterable[Edge]) -> set[str]:
@@ -267,9 +258,9 @@ def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequen
 
 def _trained(order: Sequence[ImportedNode], edges: Sequence[Edge]) -> set[str]:
     """Return the keys of nodes whose outputs have a gradient."""
-    after = neighbours(edges)
+    rank = {node.key: i for i, node in enumerate(order)}
     trained = {n.key for n in order if not n.data and (n.parameters or n.backward_s > 0)}
-    for node in order:
-        if node.key in trained:
-            trained.update(after.get(node.key, ()))
+    for edge in sorted(edges, key=lambda edge: rank[edge.producer]):
+        if edge.producer in trained:
+            trained.add(edge.consumer)
     return trained

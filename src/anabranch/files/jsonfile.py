@@ -49,6 +49,8 @@ class Limits:
 LIMITS = Limits()
 
 
+FilePath = str | os.PathLike[str]
+
 _WIDTH = 100
 
 
@@ -124,7 +126,7 @@ def _read(value: Any, hint: Any) -> Any:
     return from_document(kind, value)
 
 
-def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:
+def read_document(path: FilePath, schema: str, model: type[_Model]) -> _Model:
     """Read and validate one file, whose key ``schema`` has to be the expected one, such as
     ``anabranch.plan/1``; FileFormatError if there is no such file, or it is of another kind.
     """
@@ -142,12 +144,12 @@ def validate(document: Any, model: type[_Model], where: str, writer: str = "anab
         raise FileFormatError(f"{where}: {explain(error, writer)}") from None
 
 
-def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+def write_document(path: FilePath, document: Mapping[str, Any]) -> None:
     """Write one file, equal bytes for equal documents; raises FileFormatError if that fails."""
     write_text(path, render(document) + "\n")
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: FilePath, text: str) -> None:
     """Write one file whole or not at all; raises FileFormatError if that fails."""
     target, data = Path(os.path.realpath(path)), text.encode()
     try:
@@ -331,9 +333,6 @@ def write_whole(target: Path, data: bytes) -> None:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-FilePath = str | os.PathLike[str]
 
 
 def _check_text(text: str) -> str:

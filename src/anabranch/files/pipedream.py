@@ -24,14 +24,13 @@ Times are milliseconds and sizes bytes, for one mini-batch on one unnamed GPU. D
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from anabranch.errors import FileFormatError
 from anabranch.files.imported_graph import Edge, ImportedGraph, ImportedNode, sources
-from anabranch.files.jsonfile import LIMITS, read_text, shown
+from anabranch.files.jsonfile import LIMITS, FilePath, read_text, shown
 from anabranch.profile.profile import Profile
 
 KNOWN = "anabranch reads its own profiles, and PipeDream's and DAPPLE's graph.txt"
@@ -44,7 +43,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _ALIAS = re.compile(r"\w+\(.*\binplace(?!=False)|View\b|__getitem__\b")
 
 
-def is_foreign(path: str | os.PathLike[str]) -> bool:
+def is_foreign(path: FilePath) -> bool:
     """Return True if a file is for ``read_profile``: anything but JSON.
 
     Raises:
@@ -53,7 +52,7 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
     return not read_text(Path(path)).lstrip().startswith("{")
 
 
-def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Profile:
+def read_profile(path: FilePath, samples: int | None = None) -> Profile:
     """Read a profile in the format of PipeDream and DAPPLE, recognised by its content.
 
     Args:
@@ -104,10 +103,7 @@ def _what(text: str) -> str:
     first = lines[0][0]
     is_plan = all(word.isascii() and word.isdigit() for line in lines for word in line)
     if is_plan and len(lines) <= 2 and len(first) < 10 and len(lines[0]) == int(first) + 1:
-        return (
-            f"is a plan of GraphPipe's runtime ({int(first)} operators and the stage of each), "
-            "not a profile: it has no times to plan with"
-        )
+        return f"is a plan of GraphPipe's runtime ({int(first)} operators), no profile with times"
     return f"is no profile: it starts with {shown(text.strip().partition(chr(10))[0])}"
 
 

@@ -30,11 +30,11 @@ from anabranch.graph.opgraph import Granularity, OpGraph, Precision
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_parameters, require_sites
+from anabranch.graph.samples.batch_statistics import WholeBatch
 from anabranch.graph.samples.flows import Assumption, Total, above, loss_kind
 from anabranch.graph.samples.sample_axis import sample_axes
 from anabranch.graph.samples.sample_flow import sample_flow
 from anabranch.graph.samples.sample_order import reordering_calls, uncertain_calls
-from anabranch.graph.samples.whole_batch import WholeBatch
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.tracing.exporter import Exporter
 from anabranch.remembered import remembered

@@ -29,7 +29,7 @@ from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.digraph import strongly_connected, topological_order
 from anabranch.graph.flat_program import FlatProgram, frame
 from anabranch.graph.opgraph import Granularity, bits
-from anabranch.graph.samples.whole_batch import WHOLE_BATCH_LOSS
+from anabranch.graph.samples.batch_statistics import WHOLE_BATCH_LOSS
 
 FREE = -1
 """The operator of a call that is copied to its readers."""

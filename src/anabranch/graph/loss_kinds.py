@@ -22,24 +22,23 @@ SENTENCES: dict[LossKind, str] = {
 """Explanation of each kind of loss, after "the loss is"."""
 
 
-def told(
+def loss_notes(
     kind: LossKind | None, normalised: Sequence[str], stateful: Sequence[str] = ()
 ) -> list[str]:
-    """Sentences on a loss that is no mean over samples, on modules that take statistics of a
-    micro-batch, and on buffers and frozen parameters that the forward changes; none where nothing
-    is to be said.
+    """Return sentences on a loss that is no mean over samples, on modules that take statistics of a
+    micro-batch, and on buffers and frozen parameters that the forward changes.
     """
-    said = [] if kind in (None, "mean") else [f"the loss is {SENTENCES[kind]}"]
+    sentences = [] if kind in (None, "mean") else [f"the loss is {SENTENCES[kind]}"]
     if normalised:
-        said.append(
+        sentences.append(
             f"batch normalisation in {some(normalised)}: its statistics are those of a "
             "micro-batch, as with gradient accumulation; SyncBatchNorm takes those of the whole "
             "batch, GroupNorm does not depend on it"
         )
     if stateful:
-        said.append(
+        sentences.append(
             f"the forward changes {some(stateful)}: once per micro-batch and replica, as "
             "with gradient accumulation, not once per batch; one micro-batch without replicas, or "
             "a change between the steps, is as in one process"
         )
-    return said
+    return sentences

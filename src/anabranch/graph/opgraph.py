@@ -122,7 +122,7 @@ class OpGraph:
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...] = ()
     name: str = field(default="", compare=False)
-    granularity: str = field(default="layer", compare=False)
+    granularity: Granularity = field(default="layer", compare=False)
     loss_kind: LossKind | None = field(default=None, compare=False)
     normalised: tuple[str, ...] = field(default=(), compare=False)
     stateful: tuple[str, ...] = field(default=(), compare=False)

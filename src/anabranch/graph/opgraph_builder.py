@@ -119,7 +119,7 @@ def _lookups(call: fx.Node, weight: fx.Node, traits: CallTraits) -> int:
     options, twins = arguments(call), arguments(traits.twins[call])
     if options["weight"] is not weight:
         return 0
-    few, many = (given["indices"].meta["val"].numel() for given in (options, twins))
+    few, many = (call["indices"].meta["val"].numel() for call in (options, twins))
     rows, samples = many - few, traits.sizes[1] - traits.sizes[0]
     is_by_sample = rows > 0 and rows * traits.sizes[0] == few * samples
     return int(rows // samples) if is_by_sample else 0

@@ -21,12 +21,13 @@ from anabranch.graph.flat_program import FlatProgram, PlaceholderSource, upstrea
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of
 from anabranch.graph.opgraph import Precision
+from anabranch.graph.samples.batch_statistics import WholeBatch
 from anabranch.graph.samples.flows import Total
-from anabranch.graph.samples.whole_batch import WholeBatch
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.tracing.autocast import HALF, AutocastRegion
-from anabranch.graph.tracing.exporter import Exporter, place_of
+from anabranch.graph.tracing.exporter import Exporter
 from anabranch.graph.tracing.lowering import with_casts
+from anabranch.graph.user_lines import call_place
 from anabranch.remembered import remembered
 
 
@@ -177,10 +178,10 @@ class Programs:
             raise CaptureError(
                 f"{type(self.module).__name__} computes with {number!r} for {program.samples} "
                 f"samples where it has {known!r} for {self.samples} or {2 * self.samples} "
-                f"({call.target}, {place_of(self.module, call)}), so a batch and its micro-batches "
-                "would have other losses: leave out the branch on the number of samples there, or "
-                "decide before the forward and pass the number in the batch, as a tensor with an "
-                "entry per sample"
+                f"({call.target}, {call_place(self.module, call)}), so a batch and its "
+                "micro-batches would have other losses: leave out the branch on the number of "
+                "samples there, or decide before the forward and pass the number in the batch, as "
+                "a tensor with an entry per sample"
             )
 
     @property
@@ -290,7 +291,7 @@ def require_same_calls(
     there, where = "has ended", ""
     if first < len(calls):
         node = other.calls[first]
-        there, where = f"calls {node.target}", f", {place_of(module, node)}"
+        there, where = f"calls {node.target}", f", {call_place(module, node)}"
     raise CaptureError(
         f"{type(module).__name__} runs other operations for {unknown} than for {known}, so its "
         f"operators are not the same for both: the first that differs is number {first + 1}, where "

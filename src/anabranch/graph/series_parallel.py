@@ -77,6 +77,11 @@ def operators(node: Node) -> Iterator[int]:
             yield from operators(child)
 
 
+def mask_of(node: Node) -> int:
+    """Return the operators of a part as a bit mask."""
+    return sum(1 << op for op in operators(node))
+
+
 def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
     """Return a key that is equal for parts that a planner may treat as the same: shape, keys of the
     operators (their costs), and sizes and ends of the values that they read and make.
@@ -88,14 +93,14 @@ def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
         touched = [i for i in (value.producer, *value.consumers) if i in place]
         if not touched:
             continue
-        what = (
+        size_and_ends = (
             value.nbytes,
             value.batched,
             value.grad,
             place.get(value.producer, BATCH if value.producer == BATCH else _OUTSIDE),
             tuple(sorted({place.get(consumer, _OUTSIDE) for consumer in value.consumers})),
         )
-        ends[place[touched[0]]].append(what)
+        ends[place[touched[0]]].append(size_and_ends)
     return (
         _shape(node, place),
         tuple(keys[op] for op in order),

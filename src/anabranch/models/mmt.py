@@ -54,5 +54,5 @@ class MMT(BranchClassifier):
 
 
 def workload(sizes: MMTSizes, *, meta: bool = False) -> Workload:
-    """MMT on synthetic classes."""
+    """Return MMT on synthetic classes."""
     return branches_workload("mmt", lambda: MMT(sizes), sizes, meta=meta)

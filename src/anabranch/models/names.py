@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anabranch import models
-from anabranch.errors import WorkloadError, meant, naming_place
+from anabranch.errors import WorkloadError, meant, naming_line
 from anabranch.workload import Workload, to_meta, with_article
 
 
@@ -62,7 +62,7 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
             f"{text}: {error}; its arguments are {names}, and -o NAME=VALUE gives one a value"
         ) from None
     called = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    with naming_place(f"{text}{called and f'({called})'} raised"):
+    with naming_line(f"{text}{called and f'({called})'} raised"):
         try:
             with _parameters_on_meta() if meta else nullcontext():
                 workload = function(**options)
@@ -113,7 +113,7 @@ def _find_function(text: str) -> Callable[..., object]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        with naming_place(f"{text} cannot be had, because importing {place} raised"):
+        with naming_line(f"{text} cannot be had, because importing {place} raised"):
             function: object = importlib.import_module(place)
     except WorkloadError as error:
         # A module that exists may lack one of its own imports: another error.
@@ -121,8 +121,7 @@ def _find_function(text: str) -> Callable[..., object]:
         if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise
         raise ValueError(
-            f"there is no module {missing} for {text}; it is looked for in {here} and among the "
-            "installed packages"
+            f"there is no module {missing} for {text}; looked for in {here} and all packages"
         ) from None
     for name in attribute.split("."):
         if not hasattr(function, name):

@@ -89,7 +89,7 @@ def random_language(sizes: TransformerSizes) -> Draw:
 
 
 def workload(sizes: TransformerSizes, *, meta: bool = False) -> Workload:
-    """The language model on a synthetic language."""
+    """Return the language model on a synthetic language."""
     return synthetic_workload(
         "transformer",
         lambda: Transformer(sizes),

@@ -62,5 +62,5 @@ class TwoBranch(BranchClassifier):
 
 
 def workload(sizes: TwoBranchSizes, *, meta: bool = False) -> Workload:
-    """The case study's model on synthetic classes."""
+    """Return the case study's model on synthetic classes."""
     return branches_workload("two-branch", lambda: TwoBranch(sizes), sizes, meta=meta)

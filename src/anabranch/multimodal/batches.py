@@ -92,12 +92,12 @@ def multimodal_batch(
                 f"does not cut by samples; it takes {', '.join(taken) or f'no {part}'}"
             )
     names = (name for encoder in encoders.values() for name in encoder.names)
-    given = {name: own.pop(name) for name in names if name in own}
+    arguments = {name: own.pop(name) for name in names if name in own}
     inputs_of: dict[str, Inputs] = {}
     counts: dict[str, list[int]] = {}
     for part, encoder in encoders.items():
-        if encoder.names[0] in given:
-            inputs_of[part] = _inputs(encoder, model, given, sizes[part][1])
+        if encoder.names[0] in arguments:
+            inputs_of[part] = _inputs(encoder, model, arguments, sizes[part][1])
         elif sizes[part][0] is not None:
             inputs_of[part] = encoder.inputs(model, encoder.one(config), sizes[part][1]).none()
         else:
@@ -107,7 +107,7 @@ def multimodal_batch(
     has_positions = hasattr(model.model, "get_rope_index")
     made = has_positions and "position_ids" not in own
     if made:
-        own["position_ids"] = _positions(model, own, given, counts.get("image"))
+        own["position_ids"] = _positions(model, own, arguments, counts.get("image"))
     if has_positions:
         own["position_ids"] = own["position_ids"].movedim(1, 0)
     if costs := [sum(numbers) for numbers in zip(*counts.values(), strict=True)]:
@@ -117,7 +117,7 @@ def multimodal_batch(
         tuple((part, encoders[part], tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
         made,
         share,
-        "batch_num_images" in given,
+        "batch_num_images" in arguments,
     )
     tensors: dict[str, Tensor] = {}
     for part, inputs in inputs_of.items():
@@ -186,29 +186,29 @@ def _chosen(model: nn.Module) -> dict[str, Encoder]:
     return (sounds if has_chunks and hasattr(tower, "conv1") else {}) | {"image": encoder}
 
 
-def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Sizes) -> Inputs:
+def _inputs(encoder: Encoder, model: Any, arguments: Mapping[str, Tensor], size: Sizes) -> Inputs:
     try:
-        return encoder.inputs(model, given, size)
+        return encoder.inputs(model, arguments, size)
     except KeyError as error:
         first, missing = encoder.names[0], error.args[0]
         if missing not in encoder.names:
             raise
         raise DataError(
-            f"{type(model).__name__} was given {first} {[*given[first].shape]} without {missing}; "
-            f"its processor gives both, so keep {missing} in the batch"
+            f"{type(model).__name__} was given {first} {[*arguments[first].shape]} without "
+            f"{missing}; its processor gives both, so keep {missing} in the batch"
         ) from None
 
 
 def _positions(
-    model: Any, own: dict[str, Tensor], given: Mapping[str, Tensor], images: list[int] | None
+    model: Any, own: dict[str, Tensor], arguments: Mapping[str, Tensor], images: list[int] | None
 ) -> Tensor:
     """Return the positions of tokens by the library's function; tokens of images have three."""
     tokens = own["input_ids"]
-    options: dict[str, Any] = {"image_grid_thw": given.get("image_grid_thw")}
+    options: dict[str, Any] = {"image_grid_thw": arguments.get("image_grid_thw")}
     own.setdefault("attention_mask", torch.ones_like(tokens))
     taken = inspect.signature(model.model.get_rope_index).parameters
     if "audio_seqlens" in taken:
-        mask = given.get("feature_attention_mask")
+        mask = arguments.get("feature_attention_mask")
         options["audio_seqlens"] = None if mask is None else mask.sum(1)
     if "mm_token_type_ids" in taken:
         is_image = (tokens == model.config.image_token_id).long()

@@ -43,10 +43,9 @@ class Planner(Protocol):
             InfeasiblePlanError: if nothing fits; the message says what would.
             BudgetError: if the search would take more than its budget.
         """
-        ...
 
 
-class Runs(NamedTuple):
+class RunOptions(NamedTuple):
     """Way to run a stage graph, beside its schedule.
 
     Attributes:
@@ -58,28 +57,28 @@ class Runs(NamedTuple):
     split: bool = False
 
 
-WHOLE = Runs()
+PLAIN_RUN = RunOptions()
 """Every replica holds its optimizer's state, and backwards are whole."""
 
 
-def require_options(planner: str, found: object, **least: int | float) -> None:
+def require_options(name: str, planner: object, **least: int | float) -> None:
     """Refuse options out of range, as early as they are set.
 
     None passes; the type of an option says whether it may be None.
 
     Args:
-        planner: key of ``planner.PLANNERS``.
-        found: planner with the options as attributes.
+        name: key of ``planner.PLANNERS``.
+        planner: planner with the options as attributes.
         least: option -> its least value; no option takes infinity or NaN.
 
     Raises:
         ValueError: names the first option that is out of range, its value and the range.
     """
     for option, bound in least.items():
-        value = getattr(found, option)
+        value = getattr(planner, option)
         # Written so that NaN, which compares with nothing, is refused as well.
         if value is not None and not bound <= value < math.inf:
             raise ValueError(
-                f"option {option} of planner {planner} is {value}; it must be a finite number of "
+                f"option {option} of planner {name} is {value}; it must be a finite number of "
                 f"at least {bound}"
             )

@@ -37,7 +37,7 @@ class DataParallel:
         candidates = [
             problem.assembler(prices).assemble(every)
             for prices in map(problem.prices, problem.sizes)
-            if prices.may(problem.devices)
+            if prices.covers_replicas(problem.devices)
         ]
         fitting = sorted(filter(None, candidates), key=lambda candidate: candidate.outline_s)
         if not fitting:
@@ -48,7 +48,7 @@ class DataParallel:
 def _explained(problem: Problem) -> InfeasiblePlanError:
     cost, total, cluster = problem.cost, problem.devices, problem.cost.cluster
     for size in problem.sizes:
-        if problem.prices(size).may(total):
+        if problem.prices(size).covers_replicas(total):
             need = cost.device_bytes(
                 range(len(cost.graph)), microbatch_size=size, replicas=total, in_flight=1
             )

@@ -52,7 +52,7 @@ class Even:
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, chained=True
         ).checked()
-        sizes = [size for size in problem.sizes if problem.prices(size).may(1)]
+        sizes = [size for size in problem.sizes if problem.prices(size).covers_replicas(1)]
         candidates = [
             problem.assembler(problem.prices(size)).assemble(_parts(problem, size, replicas))
             for size in sizes

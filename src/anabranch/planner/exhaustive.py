@@ -137,7 +137,7 @@ def _assignments(
             yield []
         return
     (mask, height), rest = stages[0], stages[1:]
-    for part in prices.ways(mask, min(devices - len(rest), limit)):
+    for part in prices.parts(mask, min(devices - len(rest), limit)):
         # Nothing is gained by recomputation where there is memory for a deep warm-up without.
         roomy = part.recompute and (
             prices.part_headroom(replace(part, recompute=False)) >= 2 * height

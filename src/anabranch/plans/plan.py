@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.graph.opgraph import ModelSize, OpGraph, Precision
+from anabranch.graph.opgraph import Granularity, ModelSize, OpGraph, Precision
 from anabranch.plans.stages import StageGraph
 
 Mode = Literal["sync", "async"]
@@ -61,11 +61,11 @@ class Prediction:
         """
         what = "A mini-batch" if mode == "async" else "A step"
         others = (("data-parallel", self.data_parallel_s), ("chain", self.chain_s))
-        said = [gain_text(name, seconds, self.step_s, mode) for name, seconds in others if seconds]
+        gains = [gain_text(name, seconds, self.step_s, mode) for name, seconds in others if seconds]
         if self.bound_s:
-            said.append(_within_text(self.step_s / self.bound_s, graph))
+            gains.append(_within_text(self.step_s / self.bound_s, graph))
         limit = f". Most of it: {self.limit}" if self.limit else ""
-        predicted = ", ".join([time_text(self.step_s), *said])
+        predicted = ", ".join([time_text(self.step_s), *gains])
         if measured_s is not None:
             took = f"{what} took {time_text(measured_s)}, measured"
             return f"{took}. Predicted: {predicted}{limit}."
@@ -217,7 +217,7 @@ class Plan:
     search_s: float
     simulate_s: float
     predicted: Prediction | None
-    granularity: str = "layer"
+    granularity: Granularity = "layer"
     device: str = ""
     options: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
@@ -292,9 +292,9 @@ class Plan:
         Args:
             gains: lines about other plans, which follow the step.
         """
-        graph, predicted, said = self.stage_graph, self.predicted, NOT_PREDICTED
+        graph, predicted, prediction = self.stage_graph, self.predicted, NOT_PREDICTED
         if predicted is not None:
-            said = predicted.text(graph.batch_size, self.mode)
+            prediction = predicted.text(graph.batch_size, self.mode)
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
@@ -305,7 +305,7 @@ class Plan:
         is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
         lines = [
-            said,
+            prediction,
             *gains,
             *(predicted.bounds(graph) if predicted is not None else ()),
             f"{shape}, on {count} device{'s' if count > 1 else ''}{shared}, {how}, "

@@ -3,10 +3,10 @@
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
 give every other, and the data sheet turns sizes into seconds. ``estimate`` makes the traces.
 
-Kernels of a backward that compute gradients of weights are told by how their sizes grow: a matrix
-product whose k grows with the samples while m and n do not, as the second one of a convolution; a
-sum over the samples, whose result does not grow; an addition to a gradient that is there; and the
-gradient of a table. Others compute gradients of inputs, if the operator sends any.
+Kernels of a backward that compute gradients of weights are recognised by how their sizes grow: a
+matrix product whose k grows with the samples while m and n do not, as the second one of a
+convolution; a sum over the samples, whose result does not grow; an addition to a gradient that is
+there; and the gradient of a table. Others compute gradients of inputs, if the operator sends any.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class TracedModel:
 
     @cached_property
     def waiting(self) -> Waiting:
-        """Kernels that compute gradients of weights, told by their sizes at both sample counts."""
+        """Kernels that compute gradients of weights, by their sizes at both sample counts."""
         few, ops = self.few, list(self.few.ops)
         weights = {p.name for p in self.graph.parameters if p.trainable}
         trains = np.array([not weights.isdisjoint(op.parameters) for op in self.graph.ops])
@@ -162,7 +162,7 @@ class TracedModel:
         return Waiting((kernels & inside).astype(np.float64), products.astype(np.float64))
 
     def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
-        """The profile of an affine model, as ``estimate`` returns it.
+        """Return the profile of an affine model, as ``estimate`` does.
 
         Raises:
             ValueError: see ``checked_counts``.

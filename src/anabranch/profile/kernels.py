@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from anabranch.device.kinds import USUAL
 from anabranch.errors import ProfileError
 from anabranch.graph.operations import words
-from anabranch.graph.tracing.patches import user_line
+from anabranch.graph.user_lines import user_line
 from anabranch.profile.kernel_trace import Kernel
 
 aten = torch.ops.aten

@@ -54,7 +54,7 @@ class BytesObserver:
 
     @contextmanager
     def forward(self, op: int) -> Iterator[None]:
-        """Around the forward of an operator."""
+        """Count the bytes of the forward of an operator inside."""
 
         def save(tensor: Tensor) -> Tensor:
             self._claim([tensor], op)
@@ -77,7 +77,7 @@ class BytesObserver:
 
     @contextmanager
     def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
-        """Around its backward, with the gradients of its outputs that have arrived."""
+        """Count the bytes of its backward inside; ``gradients`` of its outputs have arrived."""
         before = self._storages.restart()
         with self._around(op, True):
             yield

@@ -23,7 +23,7 @@ class OperatorClock:
 
     @contextmanager
     def forward(self, op: int) -> Iterator[None]:
-        """Around the forward of an operator."""
+        """Time the forward of an operator inside."""
         begun = self.now()
         yield
         self.add(self.forward_s, op, begun, self.now())
@@ -63,7 +63,7 @@ class EventOperatorClock(OperatorClock):
         accelerator.synchronize(self.device)
 
     def now(self) -> torch.Event:
-        return accelerator.mark(self.device, timed=True)
+        return accelerator.record_event(self.device, timed=True)
 
     def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
         self.events.append((seconds, op, begin, end))

@@ -27,21 +27,21 @@ PHASES = {
 """Phase of ``Timeline.phases`` -> its name, and an explanation."""
 
 
-def told(document: Document) -> list[Figure]:
+def shown_figures(document: Document) -> list[Figure]:
     """Return the figures of a run, the most important first; without a step, of its evaluation."""
     timed = _without_flush if document.get("mode") == "async" else _of_steps
     return [*_learned(document), *(timed(document) if document["samples_per_s"] else ())]
 
 
-def beside(document: Document, name: str, other: Document) -> list[ReportTable]:
+def beside_tables(document: Document, name: str, other: Document) -> list[ReportTable]:
     """Return a table with the figures of a run and of another one, side by side."""
-    here, there = ({f.name: f.value for f in told(run)} for run in (document, other))
-    rows = [(what, here.get(what, ""), there.get(what, "")) for what in here | there]
+    here, there = ({f.name: f.value for f in shown_figures(run)} for run in (document, other))
+    rows = [(label, here.get(label, ""), there.get(label, "")) for label in here | there]
     rate, their_rate = document["samples_per_s"], other["samples_per_s"]
-    said = f"The curves of {name} are orange."
+    remark = f"The curves of {name} are orange."
     if rate and their_rate:
-        said = f"This run has {rate / their_rate:.2f}x the samples per second of {name}. {said}"
-    return [ReportTable(f"Beside {name}", ("", "this run", name), rows, said)]
+        remark = f"This run has {rate / their_rate:.2f}x the samples per second of {name}. {remark}"
+    return [ReportTable(f"Beside {name}", ("", "this run", name), rows, remark)]
 
 
 def _learned(document: Document) -> Iterator[Figure]:
@@ -64,10 +64,10 @@ def _learned(document: Document) -> Iterator[Figure]:
     prefix = "held-out " if "loss" in metrics else ""
     for name, value in metrics.items():
         chance = document["chance"].get(name)
-        said = "not finite" if value is None else f"{value:.4f}"
+        text = "not finite" if value is None else f"{value:.4f}"
         when = "" if prefix else "of the last step"
         of_chance = f"chance {chance:.4g}" if chance else ""
-        yield Figure(prefix + name, said, "; ".join(filter(None, (when, of_chance))))
+        yield Figure(prefix + name, text, "; ".join(filter(None, (when, of_chance))))
     if document["gradients"]:
         value, _, more = document["gradients"].partition(": ")
         yield Figure("gradients", value, more)
@@ -102,13 +102,13 @@ def _of_steps(document: Document) -> Iterator[Figure]:
         yield Figure("ideal step", time_text(document["ideal_step_s"]), more)
     bubble, predicted_bubble = document["bubble"], document["predicted_bubble"]
     if bubble is not None:
-        said = f"predicted {predicted_bubble:.1%}" if predicted_bubble is not None else ""
+        text = f"predicted {predicted_bubble:.1%}" if predicted_bubble is not None else ""
         share = "share of the step in which the mean device does not compute"
-        yield Figure("bubble", f"{bubble:.1%}", f"{said}{'; ' if said else ''}{share}")
+        yield Figure("bubble", f"{bubble:.1%}", f"{text}{'; ' if text else ''}{share}")
     yield _peak(document)
     for text in document.get("stragglers", ()):
-        what, _, how = text.partition(" takes ")
-        yield Figure("slow", what, f"takes {how}, at the last look")
+        slow, _, how = text.partition(" takes ")
+        yield Figure("slow", slow, f"takes {how}, at the last look")
     for text in document.get("plan_changes", ()):
         when, _, why = text.partition(": ")
         yield Figure("another plan", when, why)

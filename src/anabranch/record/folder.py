@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
 from anabranch.files.jsonfile import (
+    Index,
     Strict,
     document_fields,
     from_document,
@@ -31,13 +32,14 @@ from anabranch.files.jsonfile import (
 )
 from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.plans.stages import StageGraph
-from anabranch.record.figures import beside, tables, told
+from anabranch.record.figures import beside_tables, shown_figures, tables
 from anabranch.record.run import Origin, Run, finite
+from anabranch.report.gantt import timeline_svg
+from anabranch.report.html import page
+from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.schedule.schedule import Action
+from anabranch.simulator.critical_path import critical_path
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
-
-if TYPE_CHECKING:
-    from anabranch.report.timeline_layout import ShownTimeline
 
 RUN = "anabranch.run/1"
 
@@ -60,8 +62,6 @@ def new_folder(name: str, began: float) -> Path:
 
 def save_run(run: Run, folder: Path) -> None:
     """Write plan, figures, page and picture into a folder, which is made if it does not exist."""
-    from anabranch.report.gantt import timeline_svg
-
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(run.plan, folder / "plan.json")
     document = document_fields(
@@ -128,15 +128,14 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
     Args:
         against: name of another run and the run, drawn under the same axes.
     """
-    from anabranch.report.html import page
-
     document = run.figures()
     name, other = against or ("", None)
+    beside = beside_tables(document, name, other.figures()) if other is not None else []
     text = page(
         _measured_plan(run),
         [*_shown(run), *(_shown(other, f"{name}: ") if other is not None else ())],
-        figures=told(document),
-        tables=[*(beside(document, name, other.figures()) if other else ()), *tables(document)],
+        figures=shown_figures(document),
+        tables=[*beside, *tables(document)],
         headline=_headline(run),
         losses=run.losses,
         other_losses=other.losses if other is not None else (),
@@ -152,9 +151,6 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
 
 def shown_timeline(title: str, timeline: Timeline, graph: StageGraph, mode: str) -> ShownTimeline:
     """Return a timeline for the page, with its critical path if it is of a step with a flush."""
-    from anabranch.report.timeline_layout import ShownTimeline
-    from anabranch.simulator.critical_path import critical_path
-
     path = critical_path(timeline, graph) if mode == "sync" else ()
     return ShownTimeline(title, timeline, graph, path)
 
@@ -190,8 +186,8 @@ def _about(origin: Origin | None) -> dict[str, str]:
     if origin is None:
         return {}
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-    said = {"command": origin.command, "date": origin.date, "host": origin.host}
-    return {**said, "versions": versions}
+    about = {"command": origin.command, "date": origin.date, "host": origin.host}
+    return {**about, "versions": versions}
 
 
 def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
@@ -207,22 +203,21 @@ def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-_Device = Annotated[int, Field(ge=0, lt=10**6)]
 _Count = Annotated[int, Field(ge=0)]
 # JSON has no tuples, so fixed-length lists must be read leniently.
-_Span = Annotated[tuple[_Device, float, float, str], Field(strict=False)]
-_Sum = Annotated[tuple[_Device, float, float, list[_Count], _Count], Field(strict=False)]
+_Span = Annotated[tuple[Index, float, float, str], Field(strict=False)]
+_Sum = Annotated[tuple[Index, float, float, list[_Count], _Count], Field(strict=False)]
 _What = Literal["bookkeeping", "agreement", "update", "gather"]
-_Overhead = Annotated[tuple[_Device, float, float, _What], Field(strict=False)]
+_Overhead = Annotated[tuple[Index, float, float, _What], Field(strict=False)]
 _Point = Annotated[tuple[float, int], Field(strict=False)]
-_Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
+_Memory = Annotated[tuple[Index, list[_Point]], Field(strict=False)]
 
 
 class _TimelineEntry(Strict):
     title: str
     source: Literal["predicted", "measured"]
     step_s: Annotated[float, Field(ge=0)]
-    devices: list[_Device]
+    devices: list[Index]
     spans: list[_Span]
     memory: list[_Memory]
     sums: list[_Sum] = Field(default_factory=list)

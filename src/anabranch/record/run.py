@@ -196,7 +196,7 @@ class Run:
         return min(self.samples), max(self.samples)
 
     def figures(self) -> dict[str, Any]:
-        """Return the document that ``--json`` prints; lines and page show the same (``told``)."""
+        """Return the document that ``--json`` prints; see ``shown_figures`` for words."""
         predicted = self.predicted
         predicted_s = predicted.step_s if predicted is not None else None
         peaks = list(predicted.device_peak_bytes) if predicted is not None else None

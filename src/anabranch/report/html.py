@@ -58,13 +58,13 @@ class ReportTable:
     Attributes:
         columns: column headings; the first column and those with words are aligned left.
         rows: at least one row of cells.
-        said: a sentence below the table.
+        remark: a sentence below the table.
     """
 
     heading: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    said: str = ""
+    remark: str = ""
 
 
 def spent(parts: Sequence[tuple[str, float, str]], step_s: float) -> ReportTable:
@@ -153,8 +153,8 @@ def page(
         chart = charts.loss_chart(
             losses, unit=unit, before=steps_before, other=other_losses, held_out=held_out
         )
-        said = '<p class="hint">Green: the loss of held-out data.</p>' if held_out else ""
-        parts.append(_section("Loss", _picture(chart) + said))
+        note = '<p class="hint">Green: the loss of held-out data.</p>' if held_out else ""
+        parts.append(_section("Loss", _picture(chart) + note))
     table = _scrolling(
         stage_table(plan, shown, version_difference, peak_versions, own), "Stages in detail"
     )
@@ -215,14 +215,14 @@ def _header(plan: Plan, title: str, first: str) -> str:
         how = f"asynchronous {plan.schedule} without a flush, policy {plan.policy}"
         if plan.round_robin:
             how += ", replicas taking mini-batches in turn (round-robin)"
-    said = (
+    origin = (
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
         f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
     if not first and plan.predicted is not None:
         first = plan.predicted.headline(graph, plan.mode)
     headline = f'<p class="headline">{escape(first)}</p>' if first else ""
-    return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(said)}</p></header>"
+    return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(origin)}</p></header>"
 
 
 def _predicted(plan: Plan) -> list[Figure]:
@@ -248,8 +248,8 @@ def _predicted(plan: Plan) -> list[Figure]:
 def _shape(plan: Plan) -> Figure:
     graph = plan.stage_graph
     counts = {"stage": len(graph), "device": len(graph.devices)}
-    said = (f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
-    return Figure("depth", str(graph.depth), " on ".join(said))
+    parts = (f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+    return Figure("depth", str(graph.depth), " on ".join(parts))
 
 
 def _figures(figures: Sequence[Figure]) -> str:
@@ -298,9 +298,9 @@ def _text_table(table: ReportTable) -> str:
 
     body = "".join(row("td", cells) for cells in table.rows)
     content = f"<table><thead>{row('th', table.columns)}</thead><tbody>{body}</tbody></table>"
-    said = f'<p class="hint">{escape(table.said)}</p>' if table.said else ""
+    remark = f'<p class="hint">{escape(table.remark)}</p>' if table.remark else ""
     heading = table.heading[:1].upper() + table.heading[1:]
-    return _section(heading, f"{_scrolling(content, table.heading)}{said}")
+    return _section(heading, f"{_scrolling(content, table.heading)}{remark}")
 
 
 def _section(heading: str, content: str, *, is_foldable: bool = False) -> str:
@@ -333,14 +333,14 @@ def _canvas(name: str, title: str) -> str:
 
 def _timeline_section(what: str, title: str) -> str:
     buttons = [
-        f'<button type="button" data-switch="{name}" aria-pressed="false" title="{said}" hidden>'
+        f'<button type="button" data-switch="{name}" aria-pressed="false" title="{label}" hidden>'
         f"{face}</button>"
-        for name, face, said in SWITCHES
+        for name, face, label in SWITCHES
     ]
     buttons += [
-        f'<button type="button" data-zoom="{name}" title="{said}" aria-label="{said}">'
+        f'<button type="button" data-zoom="{name}" title="{label}" aria-label="{label}">'
         f"{face}</button>"
-        for name, face, said in BUTTONS
+        for name, face, label in BUTTONS
     ]
     hint = (
         "Point at a box for its action, click a name to see its devices. Zoom with the buttons, a "
@@ -364,7 +364,7 @@ def _notes(notes: Sequence[str]) -> str:
 def _about(about: Mapping[str, str]) -> str:
     if not about:
         return ""
-    items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(said)}</dd>" for key, said in about.items())
+    items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in about.items())
     return _section("Where this comes from", f'<dl class="about">{items}</dl>')
 
 
@@ -375,5 +375,5 @@ def _footer(plan: Plan) -> str:
         "improvement": plan.improve_s,
     }
     took = ", ".join(f"{what} {took_s:.3f} s" for what, took_s in seconds.items())
-    said = f"anabranch \u00b7 {took} \u00b7 costs: {plan.profile}"
-    return f"<footer>{escape(said)}</footer>"
+    text = f"anabranch \u00b7 {took} \u00b7 costs: {plan.profile}"
+    return f"<footer>{escape(text)}</footer>"

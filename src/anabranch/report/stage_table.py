@@ -48,10 +48,10 @@ def stage_table(
             ("weight versions", "copies of the weights on each of its devices"),
         ]
     if times:
-        said = f"median per micro-batch: {which}"
+        median = f"median per micro-batch: {which}"
         heads += [
-            ("forward, ms", said),
-            ("backward, ms", said),
+            ("forward, ms", median),
+            ("backward, ms", median),
             ("busy", f"share of the {'step' if plan.mode == 'sync' else 'time shown'}: {which}"),
         ]
     head = "".join(f'<th title="{escape(more)}">{escape(name)}</th>' for name, more in heads)

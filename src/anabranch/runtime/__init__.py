@@ -18,7 +18,7 @@ compute         one micro-batch of one stage, between two messages, and its opti
 data_parallel   gradients summed over whoever holds a parameter, in buckets, while backwards go on;
                 then the update
 guards          ranks that differ or lack memory do not start, wrong gradients and failures are
-                told where they arise, and an interrupt ends all ranks at one step
+                reported where they arise, and an interrupt ends all ranks at one step
 measurement     what a step took: a timeline of all ranks, and the peak memory
 numerics        mixed precision, random numbers by sample, numbers that are not finite,
                 activations kept on the host

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anabranch.checkpoint import Progress
 from anabranch.data.loaders import Loader, TensorTypes, is_unread, too_short
-from anabranch.errors import AnabranchError, DataError, LoaderError, placed
+from anabranch.errors import AnabranchError, DataError, LoaderError, with_line
 from anabranch.graph.batch_layout import type_text
 from anabranch.graph.capture import Captured
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -138,7 +138,7 @@ class DataFeed:
         except AnabranchError:
             raise
         except Exception as error:
-            named = LoaderError(placed(f"the {what} raised{when},", error, "its call"))
+            named = LoaderError(with_line(f"the {what} raised{when},", error, "its call"))
             self.fail(named)
             raise named from error
 

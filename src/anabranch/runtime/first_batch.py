@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.loss_kinds import told
+from anabranch.graph.loss_kinds import loss_notes
 from anabranch.graph.reverted import unchanged_state, without_gradients
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.compute.outcome import Key
@@ -137,7 +137,7 @@ class FirstBatch:
         """Warn once of differences from training in one process."""
         stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
         sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
-        for sentence in told(None, (), stateful) if self._mesh.rank == 0 and sliced else ():
+        for sentence in loss_notes(None, (), stateful) if self._mesh.rank == 0 and sliced else ():
             warnings.warn(sentence, stacklevel=7)
         optimizer, holders = self._state.optimizer, self._assignment.holders
         if optimizer is None or self._mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):

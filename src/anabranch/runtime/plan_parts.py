@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import cast
 
 from anabranch.errors import DataError, InvalidPlanError, some
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.cutting.split import Split, split
-from anabranch.graph.opgraph import Granularity, Precision
+from anabranch.graph.opgraph import Precision
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import sliced_batches
@@ -18,8 +17,7 @@ from anabranch.workload import Workload
 
 def captured_for(workload: Workload, plan: Plan) -> Captured:
     """Capture the model the way the plan's operators are named."""
-    granularity = cast("Granularity", plan.granularity)
-    return capture_workload(workload, granularity=granularity, rewrites=plan.rewrites)
+    return capture_workload(workload, granularity=plan.granularity, rewrites=plan.rewrites)
 
 
 def buckets_of(captured: Captured, workload: Workload) -> list[Captured]:

@@ -27,8 +27,8 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.reverted import unchanged_buffers, unchanged_state, without_gradients
 from anabranch.graph.tracing.changed_state import seen_writes
-from anabranch.graph.tracing.patches import user_frame
 from anabranch.graph.tracing.returned_loss import scalars
+from anabranch.graph.user_lines import user_frame
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.dropout import without_dropout
@@ -59,12 +59,12 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _moved(batch: Batch, place: torch.device) -> Batch:
-    """A copy of a batch on a device, which a forward may change in place."""
+    """Return a copy of a batch on a device, which a forward may change in place."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place, copy=True), batch)
 
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss and the metrics of a module on a batch; TrainingError if it fails by itself."""
+    """Return loss and metrics of a module on a batch; TrainingError if it fails by itself."""
     try:
         with in_one_process():
             return scalars(call_module(module, batch))

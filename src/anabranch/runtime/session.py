@@ -95,8 +95,8 @@ class Session:
         self.mesh = mesh = Mesh(graph.devices, holders.sets, place=place, timeout=timeout)
         stall_s = timeout if stall_timeout is None else stall_timeout
         self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, patience)
-        if mesh.rank == 0 and (said := plan.other_model(captured.graph)):
-            warnings.warn(said, stacklevel=2)
+        if mesh.rank == 0 and (text := plan.other_model(captured.graph)):
+            warnings.warn(text, stacklevel=2)
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)

@@ -1,7 +1,7 @@
 """Totals of a step, summed over the ranks by one small all-reduce.
 
 Loss, metrics, the gradient norm, whether a number is not finite, whether training is to end
-(``interrupt``) and whether a checkpoint is due (``save_clock``) travel together. Reading them waits
+(``INTERRUPT``) and whether a checkpoint is due (``SAVE_CLOCK``) travel together. Reading them waits
 for every rank.
 """
 

@@ -160,8 +160,7 @@ def _warm_up_samples(schedule: Schedule, graph: StageGraph) -> list[int]:
 
 
 def _check_devices(schedule: Schedule, graph: StageGraph) -> None:
-    missing = set(graph.devices) ^ set(schedule.actions)
-    if missing:
+    if set(graph.devices) != set(schedule.actions):
         raise InvalidScheduleError(
             f"the schedule has actions for devices {sorted(schedule.actions)}, but the stages are "
             f"on devices {list(graph.devices)}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.compiled import Floats, Ints, affordable, compiled
+from anabranch.compiled import Floats, Ints, compiled, compiled_if_worth
 
 
 class Links(NamedTuple):
@@ -84,7 +84,7 @@ def _placed(
     """
     room = passes.room
     starts, taken = np.zeros(len(seconds)), Taken(room, room[:-1].copy(), *np.zeros((2, room[-1])))
-    place = affordable(_place, len(seconds))
+    place = compiled_if_worth(_place, len(seconds))
     place(order, seconds, waits, passes.first_lane, passes.lane, taken, is_last, starts)
     return starts
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.compiled import Floats, Ints, affordable
+from anabranch.compiled import Floats, Ints, compiled_if_worth
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.justify import Passes, justified, links, timed
@@ -127,7 +127,7 @@ class ListPasses:
             np.full(stages, -1),
             np.ones(stages, np.int64),
         )
-        if affordable(run, passes * stages)(problem, state) < passes:
+        if compiled_if_worth(run, passes * stages)(problem, state) < passes:
             raise InvalidScheduleError(
                 "stages wait for each other, as one of them may hold too few micro-batches for "
                 "those behind it; leave in_flight out of all stages of the plan"

@@ -111,7 +111,7 @@ def _post(first: int, stop: int, clock: ClockRecord, step: Tables) -> None:
 
 
 def _meet(m: int, clock: ClockRecord, step: Tables) -> None:
-    """A message moves as soon as it is both sent and posted: at the second of the two."""
+    """Note a send or a post; a message moves as soon as it has both."""
     message = step.messages[m]
     if message.ready == 0:
         message.ready = 1

@@ -34,13 +34,12 @@ import numpy as np
 
 from anabranch.plans.check import tied_stages_error
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.asynchronous import AsynchronousOrder
+from anabranch.schedule.asynchronous import AsynchronousOrder, units_in_flight
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import REPETITIONS, collector_paused, memory_of, simulate, timeline_of
 from anabranch.simulator.step import StepRun
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
-from anabranch.weights import units_in_flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,44 +4,26 @@
 flushes and minimises the time from one mini-batch to the next.
 """
 
-from __future__ import annotations
-
-from anabranch.plans.prices import bottleneck_s_per_sample
-from anabranch.solve.asynchronous_simulation import Simulated, require_asynchronous, simulate_async
-from anabranch.solve.comparison import BASELINES, baselines, comparable, compare, compare_policies
-from anabranch.solve.explanation import Explanation, explain
-from anabranch.solve.faults import check_plan
-from anabranch.solve.planner_options import options_of
-from anabranch.solve.policy_choice import MODES, auto_policy, check_mode
-from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
-from anabranch.solve.schedule_choice import AUTO
-from anabranch.solve.search import plan
-from anabranch.solve.simulation import foreseen, ideal_step_s, simulate, synchronous
-
-__all__ = [
-    "AUTO",
-    "BASELINES",
-    "MODES",
-    "Explanation",
-    "Simulated",
-    "auto_policy",
-    "baselines",
-    "bottleneck_s_per_sample",
-    "check_mode",
-    "check_plan",
-    "choose_rewrite",
-    "comparable",
-    "compare",
-    "compare_policies",
-    "explain",
-    "foreseen",
-    "gain_note",
-    "ideal_step_s",
-    "options_of",
-    "plan",
-    "require_asynchronous",
-    "simulate",
-    "simulate_async",
-    "splits_of_tables",
-    "synchronous",
-]
+from anabranch.solve.asynchronous.simulation import Simulated as Simulated
+from anabranch.solve.asynchronous.simulation import require_asynchronous as require_asynchronous
+from anabranch.solve.asynchronous.simulation import simulate_async as simulate_async
+from anabranch.solve.comparison import BASELINES as BASELINES
+from anabranch.solve.comparison import baselines as baselines
+from anabranch.solve.comparison import comparable as comparable
+from anabranch.solve.comparison import compare as compare
+from anabranch.solve.comparison import compare_policies as compare_policies
+from anabranch.solve.explanation.explanation import Explanation as Explanation
+from anabranch.solve.explanation.explanation import explain as explain
+from anabranch.solve.faults import check_plan as check_plan
+from anabranch.solve.planner_options import options_of as options_of
+from anabranch.solve.policy_choice import auto_policy as auto_policy
+from anabranch.solve.policy_choice import check_mode as check_mode
+from anabranch.solve.rewriting import choose_rewrite as choose_rewrite
+from anabranch.solve.rewriting import gain_note as gain_note
+from anabranch.solve.rewriting import splits_of_tables as splits_of_tables
+from anabranch.solve.schedule_choice import AUTO as AUTO
+from anabranch.solve.search import plan as plan
+from anabranch.solve.simulation import foreseen as foreseen
+from anabranch.solve.simulation import ideal_step_s as ideal_step_s
+from anabranch.solve.simulation import simulate as simulate
+from anabranch.solve.simulation import synchronous as synchronous

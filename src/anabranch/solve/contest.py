@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from anabranch.cost import CostModel
 from anabranch.planner.auto.search import Search
-from anabranch.planner.base import Runs
+from anabranch.planner.base import RunOptions
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.judge import Judge
@@ -59,7 +59,7 @@ class Contest:
         may_share: bool,
     ) -> None:
         self.cost, self.budget, self._schedules = cost, budget, schedules
-        self.choice = Runs(may_share, schedules == AUTO)
+        self.choice = RunOptions(may_share, schedules == AUTO)
         self._improving = improving
         costs = [cost, replace(cost, shard_optimizer=True)] if may_share else [cost]
         self._costs = {priced.shard_optimizer: priced for priced in costs}
@@ -96,7 +96,7 @@ class Contest:
         limit = sharing.best_s
         near: Iterable[StageGraph] = filter(_is_replicated, (*plain.seconds(), *plain.unfit))
         if self._improving is not None:
-            promising = self._improving.promising(near, Runs(shared=True), limit)
+            promising = self._improving.promising(near, RunOptions(shared=True), limit)
             half = SETTINGS.share_proposals // 2
             ranked = [*filter(_is_replicated, plain.ranked())]
             near = [*dict.fromkeys([*promising[:half], *ranked[:half], *promising])]
@@ -124,7 +124,7 @@ class Contest:
             judge = self._judges[shared]
             ranked = judge.ranked(SETTINGS.split_near)
             if self._improving is not None:
-                runs = Runs(shared, split=True)
+                runs = RunOptions(shared, split=True)
                 promising = [*self._improving.promising(judge.seconds(), runs)]
                 half = SETTINGS.split_proposals // 2
                 ranked = [*dict.fromkeys([*promising[:half], *ranked])]
@@ -201,8 +201,8 @@ class Contest:
         return self._improving.is_misled(best, self._runs, self.best_s)
 
     @property
-    def _runs(self) -> Runs:
-        return Runs(self.cost.shard_optimizer, self._split is not None)
+    def _runs(self) -> RunOptions:
+        return RunOptions(self.cost.shard_optimizer, self._split is not None)
 
     def _split_some(
         self,

@@ -13,7 +13,7 @@ from anabranch.profile.profile import Profile
 from anabranch.schedule import asynchronous, schedule_of
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
-from anabranch.solve.asynchronous_simulation import ages_of, order_of, require_asynchronous
+from anabranch.solve.asynchronous.simulation import ages_of, order_of, require_asynchronous
 from anabranch.weights import OptimizerFacts, policy_named
 
 

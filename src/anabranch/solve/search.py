@@ -18,7 +18,7 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.solve import idle_devices
-from anabranch.solve.asynchronous_search import AsynchronousSearch
+from anabranch.solve.asynchronous.search import AsynchronousSearch
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes

@@ -19,7 +19,7 @@ from anabranch.schedule.asynchronous import split_batches
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.run import run, step_seconds
-from anabranch.solve.asynchronous_simulation import simulate_async
+from anabranch.solve.asynchronous.simulation import simulate_async
 from anabranch.solve.bound import step_bound
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.schedule_choice import scheduled

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anabranch.schedule.schedule import Action
 from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Span, Timeline
 
@@ -109,7 +108,7 @@ def _ends(span: Span) -> tuple[int, int]:
 
 def _message(span: Span) -> tuple[object, ...]:
     """Key of a message, the same at both ends."""
-    action: Action = span.action
+    action = span.action
     stages = (action.peer_stage, action.stage)
     ends = stages if action.kind.is_receive else stages[::-1]
     return (*_ends(span), *ends, action.start, action.stop)

@@ -9,8 +9,8 @@ from torch import nn
 from anabranch.errors import TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import split
-from anabranch.graph.loss_kinds import SENTENCES, told
-from anabranch.graph.samples.whole_batch import WHOLE_BATCH_LOSS
+from anabranch.graph.loss_kinds import SENTENCES, loss_notes
+from anabranch.graph.samples.batch_statistics import WHOLE_BATCH_LOSS
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.data_feed import refusal_of_data
 from anabranch.runtime.state.optimizer_facts import refuse_unsupported, require_recipe_updates
@@ -97,7 +97,7 @@ def _of_graph(captured: Captured) -> list[str]:
             f"the metric {some(untold)} is no sum or mean over samples: what is shown is the "
             "mean of what the micro-batches have"
         )
-    findings += told(None, captured.graph.normalised, captured.graph.stateful)
+    findings += loss_notes(None, captured.graph.normalised, captured.graph.stateful)
     whole = split(captured, [[op.name for op in captured.graph.ops]])
     if is_random(whole.program(0, captured.programs.samples).module):
         findings.append(

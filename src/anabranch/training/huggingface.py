@@ -34,7 +34,9 @@ from safetensors.torch import save_model
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from anabranch import launch, solve
 from anabranch.checkpoint import Checkpoint, load_state_dict
+from anabranch.cluster import Cluster
 from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
 from anabranch.errors import TrainingError
@@ -42,9 +44,12 @@ from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.module_state import in_mode
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
+from anabranch.profile.measure import measure
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.training import SaveEvery
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.plan_parts import prepare
+from anabranch.training import SaveEvery, train
 from anabranch.training.trainer_arguments import TrainerArguments, require_supported
 from anabranch.workload import NamedParameters, Workload, with_article
 
@@ -215,16 +220,12 @@ class Trainer:
 
     def plan(self, **options: Any) -> Plan:
         """Measure the model here and plan it for local ranks; options are those of ``plan``."""
-        from anabranch.cluster import Cluster
-        from anabranch.profile.measure import measure
-        from anabranch.solve import plan
-
         size = cast("int", self.workload.batch_size)
         counts = sorted({1, max(size // 4, 1), max(size // 2, 1), size})
         precision = self.training_options()["compute"].precision
         captured = self._captured("layer").under_autocast(precision, "cpu")
         cluster = Cluster.preset(f"local:{self.devices}")
-        return plan(measure(captured, counts), cluster, size, **options)
+        return solve.plan(measure(captured, counts), cluster, size, **options)
 
     def train(
         self, plan: Plan | None = None, resume_from_checkpoint: str | Path | bool | None = None
@@ -239,14 +240,10 @@ class Trainer:
             The ``Run``. The model has the trained weights, and ``save_model`` writes them; the
             checkpoints of ``output_dir`` have them too.
         """
-        from anabranch import launch
-        from anabranch.runtime.plan_parts import prepare
-        from anabranch.training import train
-
         options = self.training_options(resume_from_checkpoint) | self._options
         chosen = plan or self.plan()
         # Once here rather than in every rank: forked ranks inherit it.
-        captured = self._captured(cast("Granularity", chosen.granularity))
+        captured = self._captured(chosen.granularity)
         precision = options["compute"].precision
         prepare(captured, chosen.stage_graph, self.workload, precision)
         ranks = len(chosen.stage_graph.devices)
@@ -368,9 +365,6 @@ def _outputs(made: Any) -> tuple[Any, Any]:
 
 def _require_known(options: Mapping[str, Any]) -> None:
     """Raise TypeError for arguments that neither this ``Trainer`` nor ``training.train`` takes."""
-    from anabranch.runtime.pipeline import Pipeline
-    from anabranch.training import train
-
     known = {*inspect.signature(train).parameters, *inspect.signature(Pipeline).parameters}
     asked = [name for name in options if name not in known - {"options", "workload", "plan"}]
     if any(hasattr(call, "on_train_begin") for call in options.get("callbacks", ())):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from anabranch.errors import TrainingError, naming_place
+from anabranch.errors import TrainingError, naming_line
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
@@ -147,5 +147,5 @@ class Reporter:
             with self._pipe.failing():
                 name = getattr(callback, "__qualname__", type(callback).__qualname__)
                 what = f"the callback {name} raised at the {event.name} event of step {event.step},"
-                with naming_place(what, kind=TrainingError):
+                with naming_line(what, kind=TrainingError):
                     callback(event)

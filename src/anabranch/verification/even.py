@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from anabranch.errors import CaptureError, InfeasiblePlanError
@@ -64,14 +65,12 @@ def in_several(captured: Captured, plan: Plan) -> Plan:
     free = [s for s in range(len(graph)) if s not in whole]
     if graph.batch_size < 2 or not free or (whole and captured.graph.stateful):
         return plan
-    if any(graph.num_microbatches(s) > 1 for s in free):
+    most = graph.batch_size // 2
+    if any(graph.num_microbatches(s) > 1 or graph.stages[s].replicas > most for s in free):
         return plan
-    if any(graph.stages[s].replicas > graph.batch_size // 2 for s in free):
-        return plan
-    try:
+    with suppress(CaptureError):
         return with_sizes(captured, plan, dict.fromkeys(free, -(-graph.batch_size // 2)))
-    except CaptureError:
-        return plan
+    return plan
 
 
 def in_equal_slices(captured: Captured, plan: Plan) -> Plan:
@@ -90,10 +89,9 @@ def in_equal_slices(captured: Captured, plan: Plan) -> Plan:
     if not size:
         return plan
     cut = replace(plan, stage_graph=replace(graph, batch_size=graph.batch_size // size * size))
-    try:
+    with suppress(CaptureError):
         return with_sizes(captured, cut, dict.fromkeys(parted, size))
-    except CaptureError:
-        return plan
+    return plan
 
 
 def with_sizes(captured: Captured, plan: Plan, sizes: Mapping[int, int]) -> Plan:

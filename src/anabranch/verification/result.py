@@ -36,7 +36,7 @@ class VerifyResult:
         num_parameters: number of parameters that were compared.
         num_devices: ranks of the pipeline.
         is_random: the model draws random numbers, and the pipeline draws other ones.
-        loss_kind: kind of the captured loss, see ``graph.sample_flow``.
+        loss_kind: kind of the captured loss, see ``graph.samples.sample_flow``.
         whole_batch_error: as ``max_gradient_error``, against the module on the whole batch at once;
             None where that has to differ, by batch normalisation or random numbers.
         against: words for the program of the one process.
@@ -145,11 +145,6 @@ def require_signal(expected: Reference) -> None:
             "any pipeline would have; give a batch that the model has something to learn from "
             "(a contrastive loss needs two samples, a masked one a sample with a label)"
         )
-
-
-def merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the gradients that ranks hold in one mapping, and dense."""
-    return {name: dense(gradient) for part in parts for name, gradient in part.items()}
 
 
 def sliced_like(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ captured program always has the same result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,14 +26,15 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.loss_kinds import told
+from anabranch.graph.loss_kinds import loss_notes
 from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
-from anabranch.runtime import plan_parts as steps
+from anabranch.runtime import plan_parts
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
+from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.ranks.placement import own_device
@@ -55,7 +56,6 @@ from anabranch.verification.result import (
     WHOLE,
     VerifyResult,
     largest_error,
-    merged,
     require_signal,
     sliced_like,
     tolerance_of,
@@ -102,148 +102,182 @@ def verify(
         captured = captured or capture_workload(workload)
         size = num_samples(workload.example if batch is None else batch)
         plan = even.workable(captured, even.even_plan(captured.graph, plan, size))
-    captured = captured or steps.captured_for(workload, plan)
+    captured = captured or plan_parts.captured_for(workload, plan)
     if workload.buckets and batch is None:
-        examples = [workload.example, *workload.buckets]
-        again = partial(verify, exact=exact, timeout=timeout, device=device, dropout=dropout)
-        results = [
-            again(
-                replace(workload, example=example, buckets=()),
-                plan if bucket is captured else replace(plan, model_size=None),  # made for one
-                batch=example,
-                captured=bucket,
-            )
-            for bucket, example in zip(steps.buckets_of(captured, workload), examples, strict=True)
-        ]
-        worst = max(results, key=lambda result: (not result.is_good, result.max_gradient_error))
-        note = f"the largest difference of {len(results)} sizes of batches"
-        return replace(worst, notes=(*worst.notes, note))
+        compare = partial(verify, exact=exact, timeout=timeout, device=device, dropout=dropout)
+        return _largest_of_buckets(workload, plan, captured, compare)
     if batch is None and workload.data is not None:
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
     batch = captured.layout.packed(workload.example if batch is None else batch)
-    size = num_samples(batch)
-    graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
+    graph = replace(plan.stage_graph, batch_size=num_samples(batch))
+    graph = with_whole_batches(graph, captured.graph)
     plan = even.in_equal_slices(captured, replace(plan, stage_graph=graph))
-    batch, size = take(batch, 0, plan.stage_graph.batch_size), plan.stage_graph.batch_size
+    batch = take(batch, 0, plan.stage_graph.batch_size)
     plan = even.in_several(captured, plan)
-    exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
-    steps.prepare(captured, plan.stage_graph)
-    parts = steps.parts_of(captured, plan, exact=False)
-    programs = [parts.program(s, captured.programs.samples) for s in range(len(plan.stage_graph))]
-    slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
-    module = workload.module
-    is_random = any(draws_random(program.module, dropout) for program in programs)
-    if is_random and dropout == "off":  # the module and its capture would draw other numbers
-        dropout = "sample"
-    by_sample = is_random and dropout == "sample"
-    options = ComputeOptions("fp32", dropout=dropout)  # in half precision all differ
-    seed = torch.initial_seed()
-    stages = range(len(plan.stage_graph))
-    has_one_slicing = all(_slices(plan.stage_graph, stage) == slices for stage in stages)
-    against = _against(
-        captured, batch, slices, by_sample=by_sample, has_one_slicing=has_one_slicing
-    )
-    has_whole = not (is_random or captured.graph.normalised or captured.graph.stateful)
-    alone = even.one_after_the_other(captured, plan)
-    if against == CAPTURED:
-        alone = even.on_one_device(captured, plan, slices[0][1])
+    exact = exact and plan_parts.can_be_exact(plan.stage_graph) and not plan.rewrites
+    return _Comparison(workload, plan, captured, batch, exact, device, dropout).result(timeout)
 
-    def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
+
+def _largest_of_buckets(
+    workload: Workload, plan: Plan, captured: Captured, compare: Callable[..., VerifyResult]
+) -> VerifyResult:
+    """Compare one batch of every bucket, and return the result with the largest difference."""
+    examples = [workload.example, *workload.buckets]
+    results = [
+        compare(
+            replace(workload, example=example, buckets=()),
+            plan if bucket is captured else replace(plan, model_size=None),  # made for one
+            batch=example,
+            captured=bucket,
+        )
+        for bucket, example in zip(plan_parts.buckets_of(captured, workload), examples, strict=True)
+    ]
+    largest = max(results, key=lambda result: (not result.is_good, result.max_gradient_error))
+    note = f"the largest difference of {len(results)} sizes of batches"
+    return replace(largest, notes=(*largest.notes, note))
+
+
+class _Comparison:
+    """One step of a plan on local ranks, and the same step in one process.
+
+    Args:
+        batch: packed, with as many samples as the plan's batch.
+        exact: whether ranks run in exact mode.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        captured: Captured,
+        batch: Batch,
+        exact: bool,
+        device: str | None,
+        dropout: Dropout,
+    ) -> None:
+        self._workload, self._plan, self._captured, self._batch = workload, plan, captured, batch
+        self._exact, self._device = exact, device
+        self._seed = torch.initial_seed()
+        graph = plan.stage_graph
+        plan_parts.prepare(captured, graph)
+        parts = plan_parts.parts_of(captured, plan, exact=False)
+        programs = [parts.program(s, captured.programs.samples) for s in range(len(graph))]
+        slicings = [_slices(graph, stage) for stage in range(len(graph))]
+        self._slices = slicings[[program.has_loss for program in programs].index(True)]
+        self._is_random = any(draws_random(program.module, dropout) for program in programs)
+        if self._is_random and dropout == "off":  # the module and its capture draw other numbers
+            dropout = "sample"
+        self._dropout = dropout
+        self._by_sample = self._is_random and dropout == "sample"
+        has_one_slicing = all(slicing == self._slices for slicing in slicings)
+        self._against = self._program_of_one_process(has_one_slicing)
+
+    def _program_of_one_process(self, has_one_slicing: bool) -> str:
+        """Choose the program for one process that computes the same numbers."""
+        captured = self._captured
+        if self._by_sample:
+            return CAPTURED
+        if captured.graph.normalised and not has_one_slicing:
+            return SAME_STAGES
+        if self._slices == [self._whole] and not captured.graph.normalised:
+            return WHOLE if captured.graph.loss_kind == "coupled" else SLICES
+        tensors = captured.layout.flatten(self._batch)
+        if captured.graph.loss_kind != "coupled" and captured.programs.is_even(
+            tensors, self._slices
+        ):
+            return SLICES
+        changes = captured.graph.normalised or captured.graph.stateful
+        return SAME_STAGES if changes else WHOLE
+
+    @property
+    def _whole(self) -> tuple[int, int]:
+        return 0, self._plan.stage_graph.batch_size
+
+    def result(self, timeout: float) -> VerifyResult:
+        """Run both sides, each in at most ``timeout`` seconds, and compare them."""
+        captured, num_devices = self._captured, len(self._plan.stage_graph.devices)
+        if self._against == CAPTURED:
+            alone = even.on_one_device(captured, self._plan, self._slices[0][1])
+        else:
+            alone = even.one_after_the_other(captured, self._plan)
+        on_captured = self._against in (CAPTURED, SAME_STAGES)
+        one_process = partial(self._on_one_device, alone) if on_captured else self._module
+        ((expected, whole, notes),) = launch.run(one_process, 1, timeout=timeout)
+        require_signal(expected)
+        ranks = launch.run(self._rank, num_devices, self._plan, timeout=timeout)
+        loss = ranks[0][0]
+        gradients = {name: dense(g) for _, part in ranks for name, g in part.items()}
+        others = sliced_like(expected, gradients)
+        bitwise = loss == expected.loss and gradients.keys() == others.keys()
+        bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
+        error, worst_name = largest_error(gradients, others)
+        return VerifyResult(
+            loss,
+            expected.loss,
+            error,
+            worst_name,
+            bitwise,
+            self._exact,
+            len(set(map(whole_name, gradients))),
+            num_devices,
+            is_random=self._is_random and not self._by_sample,
+            loss_kind=captured.graph.loss_kind or "mean",
+            whole_batch_error=largest_error(gradients, sliced_like(whole, gradients))[0]
+            if whole
+            else None,
+            against=self._against,
+            notes=(*notes, *loss_notes(None, captured.graph.normalised, captured.graph.stateful)),
+            tolerance=tolerance_of(captured),
+            stateful=captured.graph.stateful,
+            foreign=captured.foreign,
+        )
+
+    def _rank(self, plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
         """Return the loss, and the gradients of the parameters that this rank holds."""
-        torch.manual_seed(seed)
+        torch.manual_seed(self._seed)
         pipeline = Pipeline(
-            workload,
+            self._workload,
             plan,
-            captured=captured,
-            exact=exact,
-            compute=options,
+            captured=self._captured,
+            exact=self._exact,
+            compute=ComputeOptions("fp32", dropout=self._dropout),  # in half precision all differ
             check_gradients=False,
             check_memory=check_memory,
-            device=device,
+            device=self._device,
         )
-        loss, gradients = pipeline.gradients(batch)
+        loss, gradients = pipeline.gradients(self._batch)
         return loss, _on_cpu(gradients)
 
-    def repeated() -> tuple[str, ...]:
-        """Return notes on a second call of the module, without dropout and with equal numbers."""
-        with NoDropout(), unchanged_state(captured), same_numbers(module):
-            first = reference(module, batch, [(0, size)]).loss
-        with NoDropout():
-            return require_repeatable(captured, batch, first)
-
-    def one_device() -> tuple[Reference, Reference | None, tuple[str, ...]]:
-        notes = () if meta_names(module) else repeated()
-        loss, gradients = one_rank(alone, check_memory=False)
+    def _on_one_device(self, plan: Plan) -> tuple[Reference, Reference | None, tuple[str, ...]]:
+        notes = () if meta_names(self._workload.module) else self._repeated()
+        loss, gradients = self._rank(plan, check_memory=False)
         return Reference(loss, {}, gradients), None, notes
 
-    def one_process() -> tuple[Reference, Reference | None, tuple[str, ...]]:
-        require_values(module, materialise(module, seed=seed % SEEDS))
-        if device is not None:
-            claim(place := own_device(device))
+    def _module(self) -> tuple[Reference, Reference | None, tuple[str, ...]]:
+        """Run the user's module; on the whole batch, too, where results may be compared with it."""
+        captured, module, batch = self._captured, self._workload.module, self._batch
+        require_values(module, materialise(module, seed=self._seed % SEEDS))
+        if self._device is not None:
+            claim(place := own_device(self._device))
             module.to(place)
-        calls = slices if against == SLICES else [(0, size)]
-        with NoDropout() if dropout == "off" else nullcontext():
+        calls = self._slices if self._against == SLICES else [self._whole]
+        has_whole = not (self._is_random or captured.graph.normalised or captured.graph.stateful)
+        with NoDropout() if self._dropout == "off" else nullcontext():
             expected = reference(module, batch, calls, captured.weights)
-            whole = reference(module, batch, [(0, size)]) if has_whole else None
-            notes = repeated() if whole is None else require_repeatable(captured, batch, whole.loss)
+            whole = reference(module, batch, [self._whole]) if has_whole else None
+            if whole is None:
+                notes = self._repeated()
+            else:
+                notes = require_repeatable(captured, batch, whole.loss)
         return _fetched(expected), whole and _fetched(whole), notes
 
-    on_captured = against in (CAPTURED, SAME_STAGES)
-    ((expected, whole, notes),) = launch.run(
-        one_device if on_captured else one_process, 1, timeout=timeout
-    )
-    require_signal(expected)
-    num_devices = len(plan.stage_graph.devices)
-    ranks = launch.run(one_rank, num_devices, plan, timeout=timeout)
-    loss = ranks[0][0]
-    gradients = merged(part for _, part in ranks)
-    others = sliced_like(expected, gradients)
-    bitwise = loss == expected.loss and gradients.keys() == others.keys()
-    bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
-    error, worst_name = largest_error(gradients, others)
-    notes += (*told(None, captured.graph.normalised, captured.graph.stateful),)
-    return VerifyResult(
-        loss,
-        expected.loss,
-        error,
-        worst_name,
-        bitwise,
-        exact,
-        len(set(map(whole_name, gradients))),
-        num_devices,
-        is_random=is_random and not by_sample,
-        loss_kind=captured.graph.loss_kind or "mean",
-        whole_batch_error=largest_error(gradients, sliced_like(whole, gradients))[0]
-        if whole
-        else None,
-        against=against,
-        notes=notes,
-        tolerance=tolerance_of(captured),
-        stateful=captured.graph.stateful,
-        foreign=captured.foreign,
-    )
-
-
-def _against(
-    captured: Captured,
-    batch: Batch,
-    slices: list[tuple[int, int]],
-    *,
-    by_sample: bool,
-    has_one_slicing: bool,
-) -> str:
-    """Choose the program for one process that computes the same numbers."""
-    if by_sample:
-        return CAPTURED
-    if captured.graph.normalised and not has_one_slicing:
-        return SAME_STAGES
-    if slices == [(0, num_samples(batch))] and not captured.graph.normalised:
-        return WHOLE if captured.graph.loss_kind == "coupled" else SLICES
-    tensors = captured.layout.flatten(batch)
-    if captured.graph.loss_kind != "coupled" and captured.programs.is_even(tensors, slices):
-        return SLICES
-    changes = captured.graph.normalised or captured.graph.stateful
-    return SAME_STAGES if changes else WHOLE
+    def _repeated(self) -> tuple[str, ...]:
+        """Return notes on a second call of the module, without dropout and with equal numbers."""
+        module = self._workload.module
+        with NoDropout(), unchanged_state(self._captured), same_numbers(module):
+            first = reference(module, self._batch, [self._whole]).loss
+        with NoDropout():
+            return require_repeatable(self._captured, self._batch, first)
 
 
 def _fetched(result: Reference) -> Reference:

@@ -7,12 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from anabranch.errors import PolicyError
-from anabranch.schedule.asynchronous import units_in_flight as units_in_flight
 from anabranch.weights.base import Reading as Reading
 from anabranch.weights.base import Unit as Unit
 from anabranch.weights.base import WeightPolicy as WeightPolicy
 from anabranch.weights.policies import POLICIES as POLICIES
-from anabranch.weights.policies import AsyncPP as AsyncPP
 from anabranch.weights.policies import Naive as Naive
 from anabranch.weights.policies import PipeOptim as PipeOptim
 from anabranch.weights.policies import PredictStash as PredictStash

@@ -82,11 +82,11 @@ class WeightPolicy:
     corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
-        """Return the reading of the forward; ``version`` is at most ``unit.seen``."""
+        """Return the reading of the forward: ``unit.seen``, where predictions start, or earlier."""
         raise NotImplementedError
 
     def backward(self, unit: Unit) -> Reading:
-        """Return the reading of the backward, by default that of the forward; ``version`` is at
-        most ``unit.number``.
+        """Return the reading of the backward: that of the forward (the default), whose weights are
+        then kept, or one of the current weights, with ``unit.number`` as ``version``.
         """
         return self.forward(unit)

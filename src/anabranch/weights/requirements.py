@@ -1,7 +1,7 @@
 """Requirements of a policy on plan, model and optimizer, and the policy that suits them.
 
-``runtime.optimizer_facts.facts_of`` has the facts of a PyTorch optimizer. A plan from a profile
-names one of ``OPTIMIZERS``, or is made without these facts.
+``runtime.state.optimizer_facts`` has the facts of a PyTorch optimizer. A plan from a profile names
+one of ``OPTIMIZERS``, or is made without these facts.
 """
 
 from __future__ import annotations

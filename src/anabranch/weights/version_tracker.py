@@ -82,7 +82,9 @@ class VersionTracker:
     def backward(self, number: int) -> Reading:
         """Begin a backward of the unit that is learned next."""
         assert number == self.version < self.begun, self._place(number)
-        return self._policy.backward(self.unit(number))
+        reading = self._policy.backward(self.unit(number))
+        assert self.keeps or reading.version == number, f"no version is kept for {reading}"
+        return reading
 
     def finish(self) -> bool:
         """End the oldest unit with an update; return True if the version before it has to stay."""

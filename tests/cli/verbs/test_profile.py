@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-from anabranch.cli.job import Job
+from anabranch.cli.training.job import Job
 from anabranch.files import load_plan, load_profile
 from tests.cli.examples import TOWERS
 

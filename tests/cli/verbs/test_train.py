@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anabranch.cli.job import Job
+from anabranch.cli.training.job import Job
 from anabranch.cli.verbs.train import _seeded
 from anabranch.errors import WorkloadError
 from anabranch.record import load_run
@@ -212,7 +212,7 @@ def test_what_is_wrong_with_any_model_is_refused_before_the_model_is_loaded(
 def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
     """Loading, planning, and what ranks do before they train, take seconds each."""
     said: list[str] = []
-    for module in ("verbs.train", "job", "local_run", "rewriting"):
+    for module in ("verbs.train", "training.job", "training.local_run", "rewriting"):
         monkeypatch.setattr(f"anabranch.cli.{module}.announce", said.append)
     assert run(*PIPELINE, "--steps", "1", "--precision", "bf16")[0] == 0
     assert said == [

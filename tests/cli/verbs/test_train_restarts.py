@@ -8,7 +8,7 @@ import pytest
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import checkpoints
-from anabranch.cli.job import Job
+from anabranch.cli.training.job import Job
 from anabranch.record import load_run
 
 pytestmark = pytest.mark.dist

@@ -12,7 +12,7 @@ from anabranch.compiled import forked
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
 from anabranch.planner.auto.search import Search
 from anabranch.planner.auto.settings import SETTINGS
-from anabranch.planner.base import WHOLE, Runs
+from anabranch.planner.base import PLAIN_RUN, RunOptions
 from anabranch.plans.stages import StageGraph
 from tests.planner.auto.test_annealing import slowest
 from tests.planner.auto.test_moves import CHAIN, draft, space
@@ -24,7 +24,7 @@ def stages(home: str, owner: str) -> StageGraph:
     return stage_graph_of(draft(home, owner, microbatch=8), WHERE.cost, WHERE.batch_size)
 
 
-SHARED = Runs(shared=True)
+SHARED = RunOptions(shared=True)
 UNEVEN = stages("000111", "000001")
 
 
@@ -109,26 +109,26 @@ def test_more_evaluations_only_add_rounds():
     """Each round begins with the best plan, and proposes the same whatever rounds come after it."""
     few, many = search(100, rounds=[200]), search(100, rounds=[200, 200])
     assert list(few) == list(many)
-    first = many.again(UNEVEN, WHOLE, WHOLE)
-    assert few.again(UNEVEN, WHOLE, WHOLE) == first
+    first = many.again(UNEVEN, PLAIN_RUN, PLAIN_RUN)
+    assert few.again(UNEVEN, PLAIN_RUN, PLAIN_RUN) == first
     assert len(first[0][0]) == 1
     assert all("plan of hand" in many.origin(graph) for graph, _ in first)
-    second = many.again(UNEVEN, WHOLE, WHOLE)
-    assert few.again(UNEVEN, WHOLE, WHOLE) == second != []
-    assert few.again(UNEVEN, WHOLE, WHOLE) == []
-    assert many.again(UNEVEN, WHOLE, WHOLE) != []
+    second = many.again(UNEVEN, PLAIN_RUN, PLAIN_RUN)
+    assert few.again(UNEVEN, PLAIN_RUN, PLAIN_RUN) == second != []
+    assert few.again(UNEVEN, PLAIN_RUN, PLAIN_RUN) == []
+    assert many.again(UNEVEN, PLAIN_RUN, PLAIN_RUN) != []
 
 
 def test_rounds_follow_while_they_find_shorter_plans():
     """Until two in a row begin with the same plan, and so many come at most."""
     found, plans = search(0, rounds=[20]), [UNEVEN, stages("000111", "000111")]
     for number in range(1 + SETTINGS.more_rounds):
-        assert found.again(plans[number % 2], WHOLE, WHOLE) != []
-    assert found.again(stages("000000", "000000"), WHOLE, WHOLE) == []
+        assert found.again(plans[number % 2], PLAIN_RUN, PLAIN_RUN) != []
+    assert found.again(stages("000000", "000000"), PLAIN_RUN, PLAIN_RUN) == []
     found = search(0, rounds=[20])
     for plan in (plans[0], plans[0], plans[1], plans[1]):
-        assert found.again(plan, WHOLE, WHOLE) != []
-    assert found.again(plans[1], WHOLE, WHOLE) == []
+        assert found.again(plan, PLAIN_RUN, PLAIN_RUN) != []
+    assert found.again(plans[1], PLAIN_RUN, PLAIN_RUN) == []
 
 
 def test_a_round_chooses_how_plans_run():
@@ -140,14 +140,14 @@ def test_a_round_chooses_how_plans_run():
         seconds = priced(found, math.inf) / (1 + found.sharded) * (1 - 0.1 * found.split)
         return seconds if seconds < limit else math.inf
 
-    graph, runs = search(0, quicker, [200]).again(UNEVEN, WHOLE, Runs(True, True))[0]
+    graph, runs = search(0, quicker, [200]).again(UNEVEN, PLAIN_RUN, RunOptions(True, True))[0]
     assert len(graph) == 1
-    assert runs == Runs(True, True)
-    assert search(0, quicker, [200]).again(UNEVEN, WHOLE, WHOLE)[0][1] == WHOLE
+    assert runs == RunOptions(True, True)
+    assert search(0, quicker, [200]).again(UNEVEN, PLAIN_RUN, PLAIN_RUN)[0][1] == PLAIN_RUN
 
 
 def test_a_search_knows_when_it_is_misled():
     """A plan that takes a fifth longer than it thinks; a twentieth is usual."""
     found, seconds = search(0), slowest(draft("000111", "000001"), math.inf)
-    assert found.is_misled(UNEVEN, WHOLE, 1.2 * seconds)
-    assert not found.is_misled(UNEVEN, WHOLE, 1.05 * seconds)
+    assert found.is_misled(UNEVEN, PLAIN_RUN, 1.2 * seconds)
+    assert not found.is_misled(UNEVEN, PLAIN_RUN, 1.05 * seconds)

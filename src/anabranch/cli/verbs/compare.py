@@ -98,10 +98,9 @@ def compare(
     results: Iterator[tuple[Any, ...]]
     if is_async:
         usage(solve.check_mode, "async", "", options.pop("schedule"))
-        if options.pop("shard_optimizer"):
-            raise typer.BadParameter("--shard-optimizer is for --mode sync; leave it out")
-        if options.pop("sparse_embeddings"):
-            raise typer.BadParameter("--sparse-embeddings is for --mode sync; leave it out")
+        for option in ("shard-optimizer", "sparse-embeddings"):
+            if options.pop(option.replace("-", "_")):
+                raise typer.BadParameter(f"--{option} is for --mode sync; leave it out")
         policies = list(dict.fromkeys(policy or POLICIES))
         results = usage(
             solve.compare_policies, *where, planners, policies, optimizer=optimizer, **options

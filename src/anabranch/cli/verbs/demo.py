@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.job import Job
-from anabranch.cli.local_run import train_job
 from anabranch.cli.output import in_json, print_json
-from anabranch.cli.preflight import require_new_run
-from anabranch.cli.run_results import keep_run
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.local_run import train_job
+from anabranch.cli.training.preflight import require_new_run
+from anabranch.cli.training.run_results import keep_run
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows, is_calibrated
 from anabranch.cli.verbs.plan import gain
 from anabranch.plans.plan import Plan, time_text
@@ -83,13 +83,14 @@ def demo(
         result = replace(result, gradients=verified.summary().splitlines()[0])
     with story.chapter("Predicted against measured"):
         from anabranch.record import new_folder
-        from anabranch.record.figures import told
+        from anabranch.record.figures import shown_figures
 
         folder = run or new_folder("demo", began)
         times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
         result = keep_run(job, result, folder, plan=noted)
-        story.say("\n".join(f"{figure.name}: {figure.line}" for figure in told(result.figures())))
+        figures = shown_figures(result.figures())
+        story.say("\n".join(f"{figure.name}: {figure.line}" for figure in figures))
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")
         story.say(f"report: {folder / 'report.html'}")

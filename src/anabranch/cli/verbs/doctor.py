@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from anabranch.cli.parsing import usage
 from anabranch.cli.progress import begin_compiling
 from anabranch.cli.settings import TrainedModelSettings
 from anabranch.cli.spread import spread
-from anabranch.graph.opgraph import Granularity, Precision
+from anabranch.graph.opgraph import Precision
 
 
 @spread
@@ -52,7 +52,7 @@ def doctor(
         batch_size or workload.batch_size or 32,
         model=source.model,
         device=device,
-        granularity=cast("Granularity", source.granularity),
+        granularity=source.granularity,
         precision=precision,
     )
     branches = examination.branches

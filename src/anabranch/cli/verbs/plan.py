@@ -81,7 +81,7 @@ def plan(
     """
     from anabranch import solve
     from anabranch.files import load_plan, plan_to_dict, save_plan
-    from anabranch.graph.loss_kinds import told
+    from anabranch.graph.loss_kinds import loss_notes
     from anabranch.schedule import glossary
     from anabranch.solve.planner_options import planner_with
 
@@ -197,7 +197,7 @@ def plan(
     lines = [*gains(others, best), faster(others, best, planning.max_replicas), flushed]
     say(best.summary([line for line in lines if line]))
     say(glossary(best))
-    for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
+    for sentence in loss_notes(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))

@@ -12,12 +12,12 @@ import typer
 from anabranch.cli.clusters import cluster_of, cluster_to_plan_for
 from anabranch.cli.output import note, say
 from anabranch.cli.parsing import usage
-from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.run_results import say_run
 from anabranch.cli.settings import OtherModelSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import Settings, spread
+from anabranch.cli.training.preflight import require_new_run
+from anabranch.cli.training.run_results import say_run
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, memory_text, time_text
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from anabranch.cli.output import file_to_write, print_json, say_written
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
-
-if TYPE_CHECKING:
-    from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan
 
 
 @spread

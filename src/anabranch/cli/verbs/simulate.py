@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli import output
 from anabranch.cli.clusters import note_other_model
 from anabranch.cli.comparison import STALENESS_WORDS, staleness_table
-from anabranch.cli.output import (
-    file_to_write,
-    in_json,
-    note,
-    print_json,
-    print_table,
-    say,
-    say_written,
-)
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import PlanFile, PlannedModelSettings, PolicyName, ScheduleName
 from anabranch.cli.source import model_of_plan
@@ -42,8 +34,8 @@ def simulate(
     mode: Mode | None = None,
     policy: PolicyName | None = None,
     why: Annotated[bool, typer.Option("--why")] = False,
-    trace: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
-    report: Annotated[Path | None, typer.Option(callback=file_to_write)] = None,
+    trace: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
+    report: Annotated[Path | None, typer.Option(callback=output.file_to_write)] = None,
     actions: Annotated[bool, typer.Option("--actions")] = False,
 ) -> None:
     """Predict the timeline of one step of PLAN.
@@ -65,7 +57,7 @@ def simulate(
     from anabranch.files import load_plan
     from anabranch.files.jsonfile import write_text
 
-    if actions and not in_json():
+    if actions and not output.in_json():
         raise typer.BadParameter("--actions is for --json; --report draws them, --trace lists them")
     plan = load_plan(plan_file)
     batch_size = plan.stage_graph.batch_size
@@ -164,7 +156,7 @@ def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) 
         why = "it was changed since it was planned, or its costs were others"
         if is_timed:
             why = "operators were timed anew just now, or it was changed since it was planned"
-        note(f"{file} itself says {time_text(noted.step_s)}: {why}")
+        output.note(f"{file} itself says {time_text(noted.step_s)}: {why}")
 
 
 def _say(
@@ -195,7 +187,7 @@ def _say(
         }
     if why is not None:
         more["explanation"] = why.to_dict()
-    print_json(
+    output.print_json(
         {
             "step_s": step_s,
             "bubble": bubble,
@@ -208,7 +200,7 @@ def _say(
             **files,
         }
     )
-    say(figures.text(batch_size, plan.mode))
+    output.say(figures.text(batch_size, plan.mode))
     parts, whole_s = timeline.parts, timeline.step_s
     if simulated is not None:  # of a mini-batch of the full pipeline, as the line above
         count, whole_s = simulated.graph.batch_size // batch_size, step_s
@@ -216,12 +208,12 @@ def _say(
         parts["compute"] = (1 - bubble) * step_s  # fill and drain have other shares of the cores
         parts["wait"] = max(0.0, step_s - (sum(parts.values()) - parts["wait"]))
     shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in parts.items())
-    say(f"of {whole_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
-    say(f"costs: {plan.profile}")
+    output.say(f"of {whole_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
+    output.say(f"costs: {plan.profile}")
     if simulated is not None:
-        print_table(*staleness_table(plan.policy, simulated.staleness))
-        say(STALENESS_WORDS)
+        output.print_table(*staleness_table(plan.policy, simulated.staleness))
+        output.say(STALENESS_WORDS)
     if why is not None:
-        say(why.summary())
+        output.say(why.summary())
     for file in files.values():
-        say_written(file)
+        output.say_written(file)

@@ -11,15 +11,16 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli import preflight, restarts, run_results, torchrun, training_settings
+from anabranch.cli import torchrun
 from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
-from anabranch.cli.job import Job
-from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.progress import announce
-from anabranch.cli.run_plan import run_plan
 from anabranch.cli.settings import OtherModelSettings
 from anabranch.cli.spread import options_set, spread
+from anabranch.cli.training import preflight, restarts, run_results, training_settings
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.local_run import train_job
+from anabranch.cli.training.run_plan import plan_of_run
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
 
@@ -72,7 +73,7 @@ def train(
     ranks = torchrun.begin_surviving() if training.survive else None
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
-    from anabranch.graph.loss_kinds import told
+    from anabranch.graph.loss_kinds import loss_notes
     from anabranch.record import Run
     from anabranch.runtime.asynchronous.requirements import clipped_by_stage
     from anabranch.schedule import glossary
@@ -88,7 +89,7 @@ def train(
         job.source = replace(job.source, precision=compute.precision)
     options = replace(options, precision=job.source.precision)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
-    shown, policy = run_plan(job, local, training, options, flush, compute)
+    shown, policy = plan_of_run(job, local, training, options, flush, compute)
     if ranks not in (None, len(shown.stage_graph.devices)):
         raise InvalidPlanError(
             f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
@@ -102,7 +103,7 @@ def train(
     if is_first:
         say(shown.summary())
         say(glossary(shown))
-        for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
+        for sentence in loss_notes(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say(sentence)
         if training.resume is not None:
             done, more = restarts.first_step(training), training.length
@@ -130,7 +131,7 @@ def train(
         rows = job.plan.sparse_embeddings if rows is None else rows
         compute_as_before = replace(compute, sparse_embeddings=rows)
         job.plan, job.is_by_file = None, False
-        shown, policy = run_plan(job, fewer, asked, options, flush_as_before, compute_as_before)
+        shown, policy = plan_of_run(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
         if is_first:
             planned = len(before.devices)

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from anabranch.cli.job import Job
 from anabranch.cli.output import print_json, say, say_error
 from anabranch.cli.rewriting import required_rewrites
 from anabranch.cli.settings import LocalPlanSettings, TrainedModelSettings
 from anabranch.cli.spread import spread
+from anabranch.cli.training.job import Job
 
 
 @spread

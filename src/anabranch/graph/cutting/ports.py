@@ -1,7 +1,7 @@
-"""Ports and aliases: the one that each use of a value or of a tied parameter goes through.
+"""The port or alias through which each use of a value or of a tied parameter goes.
 
 Autograd adds the gradients of a tensor with uses 1 .. m as (((g_m + g_m-1) + ...) + g_1). A run is
-a set of uses that share a leaf on their stage. Any set may share one, unless the sum has to be
+a set of uses on one stage that share an alias. Any set may share one, unless the sum has to be
 bitwise that of one process; then only the first uses of the sum may::
 
     stage of the use   m: 1   m-1: 1   m-2: 0   m-3: 1   1: 0
@@ -49,7 +49,14 @@ class TiedUse:
 
 
 class PortMap:
-    """The port or alias of every use of a value or of a tied parameter."""
+    """The port or alias of every use of a value or of a tied parameter.
+
+    Attributes:
+        port_of: (call that makes a value, use on another stage) -> its port.
+        local: call -> use on the call's own stage -> order of its run.
+        summands: call -> number of runs, where the call's stage adds their gradients in order.
+        tied_of: (parameter, use) -> its alias.
+    """
 
     def __init__(
         self, captured: Captured, program: FlatProgram, stage_of: Sequence[int], exact: bool

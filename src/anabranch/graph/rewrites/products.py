@@ -55,8 +55,8 @@ def products(program: FlatProgram, sites: Sites) -> list[Product]:
         names = _ARGUMENTS.get(schema_name(node).removeprefix("aten::"))
         if names is None:
             continue
-        given = arguments(node)
-        features, weight, weight_dim = given[names[0]], given[names[1]], names[2]
+        options = arguments(node)
+        features, weight, weight_dim = options[names[0]], options[names[1]], names[2]
         source = program.sources.get(weight)
         if source is None or source.kind != "parameter" or weight.meta["val"].dim() < 2:
             continue
@@ -108,8 +108,8 @@ def _terms(
     program: FlatProgram, product: Product, widths: Sequence[int]
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Insert the products over ranges of features; return them and the calls that they replace."""
-    node, name, given = product.node, base_name(product.node), arguments(product.node)
-    if given.get("groups", 1) != 1 or given.get("alpha", 1) != 1 or given.get("beta", 1) != 1:
+    node, name, options = product.node, base_name(product.node), arguments(product.node)
+    if options.get("groups", 1) != 1 or options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
         raise NotSliceableError(f"{name} has groups or factors")
     features_name, weight_name, _ = _ARGUMENTS[name]
     path = frame(node) or name
@@ -124,7 +124,7 @@ def _terms(
         if name == "addmm":
             terms.append(insert(node, values.path, aten.mm.default, *changed.values()))
         else:
-            without_bias = {"bias": None} if terms and "bias" in given else {}
+            without_bias = {"bias": None} if terms and "bias" in options else {}
             terms.append(values.call(node, changed | without_bias))
         region |= values.visited
     return terms, region

@@ -118,21 +118,21 @@ def _elementwise(values: SlicedValues, node: fx.Node, dim: int, start: int, stop
 
 
 def _dropout(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    given = arguments(node)
-    if given["train"] and given["p"]:
+    options = arguments(node)
+    if options["train"] and options["p"]:
         raise NotSliceableError("dropout draws its random numbers for whole values")
-    return values.at(given["input"], dim, start, stop)
+    return values.at(options["input"], dim, start, stop)
 
 
 def _cat(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    given = arguments(node)
-    joined = given["dim"] % len(_shape(node))
+    options = arguments(node)
+    joined = options["dim"] % len(_shape(node))
     if dim != joined:
         return values.call(
-            node, {"tensors": [values.at(n, dim, start, stop) for n in given["tensors"]]}
+            node, {"tensors": [values.at(n, dim, start, stop) for n in options["tensors"]]}
         )
     parts, begin = [], 0
-    for part in given["tensors"]:
+    for part in options["tensors"]:
         end = begin + _shape(part)[dim]
         if start < end and begin < stop:
             parts.append(values.at(part, dim, max(start, begin) - begin, min(stop, end) - begin))
@@ -142,21 +142,21 @@ def _cat(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -
 
 def _product(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
     """Slice a linear layer or a convolution by rows of its weight."""
-    given, is_linear = arguments(node), base_name(node) == "linear"
-    if dim != (len(_shape(node)) - 1 if is_linear else 1) or given.get("groups", 1) != 1:
+    options, is_linear = arguments(node), base_name(node) == "linear"
+    if dim != (len(_shape(node)) - 1 if is_linear else 1) or options.get("groups", 1) != 1:
         raise NotSliceableError(f"{base_name(node)} makes that dimension of several others")
-    changed = {"weight": values.at(given["weight"], 0, start, stop)}
-    if given["bias"] is not None:
-        changed["bias"] = values.at(given["bias"], 0, start, stop)
+    changed = {"weight": values.at(options["weight"], 0, start, stop)}
+    if options["bias"] is not None:
+        changed["bias"] = values.at(options["bias"], 0, start, stop)
     return values.call(node, changed)
 
 
 def _addmm(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    given = arguments(node)
+    options = arguments(node)
     if dim != 1:
         raise NotSliceableError("addmm is cut along its features alone")
-    bias = _broadcast(values, given["self"], node, dim, start, stop)
-    return values.call(node, {"self": bias, "mat2": values.at(given["mat2"], 1, start, stop)})
+    bias = _broadcast(values, options["self"], node, dim, start, stop)
+    return values.call(node, {"self": bias, "mat2": values.at(options["mat2"], 1, start, stop)})
 
 
 def _matmul(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
@@ -230,34 +230,34 @@ def _item(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) 
     if not isinstance(split, fx.Node) or base_name(split) not in _SPLITS:
         raise NotSliceableError("the call makes several values")
     values.visited.add(split)
-    given = arguments(split)
-    if given["dim"] % len(_shape(node)) != dim:
+    options = arguments(split)
+    if options["dim"] % len(_shape(node)) != dim:
         raise NotSliceableError("the values are split along another dimension")
     offset = sum(part.shape[dim] for part in split.meta["val"][:index])
-    return values.at(given["self"], dim, offset + start, offset + stop)
+    return values.at(options["self"], dim, offset + start, offset + stop)
 
 
 def _attention(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
     """Slice attention by heads: queries, and the keys and values that they share."""
-    given, heads = arguments(node), _shape(node)[dim]
-    if dim >= len(_shape(node)) - 2 or given["dropout_p"]:
+    options, heads = arguments(node), _shape(node)[dim]
+    if dim >= len(_shape(node)) - 2 or options["dropout_p"]:
         raise NotSliceableError("attention is cut by heads, and without dropout of its own")
-    changed = {"query": values.at(given["query"], dim, start, stop)}
+    changed = {"query": values.at(options["query"], dim, start, stop)}
     for name in ("key", "value"):
-        shared, rest = divmod(heads, _shape(given[name])[dim])
+        shared, rest = divmod(heads, _shape(options[name])[dim])
         if rest or start % shared or stop % shared:
             raise NotSliceableError("heads share keys with heads of another slice")
-        changed[name] = values.at(given[name], dim, start // shared, stop // shared)
-    changed["attn_mask"] = _broadcast(values, given["attn_mask"], node, dim, start, stop)
+        changed[name] = values.at(options[name], dim, start // shared, stop // shared)
+    changed["attn_mask"] = _broadcast(values, options["attn_mask"], node, dim, start, stop)
     return values.call(node, changed)
 
 
 def _beside(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
     """Slice a call along one dimension, such as a softmax or a slice, in another dimension."""
-    given = arguments(node)
-    if given["dim"] % len(_shape(node)) == dim:
+    options = arguments(node)
+    if options["dim"] % len(_shape(node)) == dim:
         raise NotSliceableError(f"{base_name(node)} is along that dimension")
-    return values.call(node, {"self": values.at(given["self"], dim, start, stop)})
+    return values.call(node, {"self": values.at(options["self"], dim, start, stop)})
 
 
 def _expanded(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
@@ -290,7 +290,7 @@ def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
         return concatenated_widths(widest[0], dim) if len(widest) == 1 else []
     if node.op != "call_function" or base_name(node) != "cat":
         return []
-    given = arguments(node)
-    if given["dim"] % len(_shape(node)) != dim % len(_shape(node)):
+    options = arguments(node)
+    if options["dim"] % len(_shape(node)) != dim % len(_shape(node)):
         return []
-    return [width for part in given["tensors"] if (width := _shape(part)[dim])]
+    return [width for part in options["tensors"] if (width := _shape(part)[dim])]

@@ -40,9 +40,9 @@ def table_columns(program: FlatProgram, sites: Sites, parts: int) -> None:
 def table_rows(program: FlatProgram, sites: Sites, parts: int) -> None:
     """Rewrite tables as the sum of tables with fewer rows, which give zeros for other rows."""
     for site, node in _tables(program, sites):
-        given = arguments(node)
-        count = int(given["weight"].meta["val"].shape[0])
-        if base_name(node) != "embedding" or given["scale_grad_by_freq"] or count < parts:
+        options = arguments(node)
+        count = int(options["weight"].meta["val"].shape[0])
+        if base_name(node) != "embedding" or options["scale_grad_by_freq"] or count < parts:
             sites.refused[site] = "only plain look-ups are cut by rows"
             continue
         path = frame(node) or "embedding"
@@ -54,13 +54,13 @@ def table_rows(program: FlatProgram, sites: Sites, parts: int) -> None:
 
 def _rows(program: FlatProgram, node: fx.Node, path: str, start: int, stop: int) -> fx.Node:
     """Insert the look-up of some rows of a table; it gives zeros for other rows."""
-    given, path = arguments(node), f"{path}[{start}:{stop}]"
-    table = slice_of(program, given["weight"], 0, start, stop)
-    shifted = insert(node, path, aten.sub.Tensor, given["indices"], start)
+    options, path = arguments(node), f"{path}[{start}:{stop}]"
+    table = slice_of(program, options["weight"], 0, start, stop)
+    shifted = insert(node, path, aten.sub.Tensor, options["indices"], start)
     row = insert(node, path, aten.clamp.default, shifted, 0, stop - start - 1)
     is_here = insert(node, path, aten.eq.Tensor, shifted, row)
-    padding = given["padding_idx"] - start if start <= given["padding_idx"] < stop else -1
-    rows = insert(node, path, node.target, table, row, padding, False, given["sparse"])
+    padding = options["padding_idx"] - start if start <= options["padding_idx"] < stop else -1
+    rows = insert(node, path, node.target, table, row, padding, False, options["sparse"])
     mask = insert(node, path, aten.unsqueeze.default, is_here, -1)
     return insert(node, path, aten.mul.Tensor, rows, mask)
 

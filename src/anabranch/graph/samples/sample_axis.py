@@ -128,7 +128,7 @@ def _axis(
 def _viewed(
     source: fx.Node, here: torch.Tensor, dim: int, samples: int, axes: dict[fx.Node, SampleAxis]
 ) -> SampleAxis:
-    """A view counts through the same elements in the same order."""
+    """Return the axis of a view, which counts through the same elements in the same order."""
     axis, before = axes.get(source), tensor(source)
     if axis is None or axis.dim < 0 or axis.trouble or before is None:
         return axis or SampleAxis(dim, trouble=UNORDERED)

@@ -9,8 +9,8 @@ A batch is computed in slices. Read in program order, each value of the program 
     coupled     anything else that several samples decide: right for the whole batch only
 
 A statistic is known before the forward begins, so it is put in as that of the whole batch
-(``whole_batch``), and so is a number that follows from the number of samples. A sum that is divided
-by a statistic is a *weighted mean*, and a mean as well.
+(``batch_statistics``), and so is a number that follows from the number of samples. A sum that is
+divided by a statistic is a *weighted mean*, and a mean as well.
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``

@@ -1,8 +1,8 @@
-"""Means over some entries of a batch, as labels that are not ignored, as sums divided by counts.
+"""Means over chosen entries of a batch, such as labels that count, as sums divided by counts.
 
 ``F.cross_entropy(x, labels)`` and ``x[mask].mean()`` divide by a count of their own, which differs
 between a slice and its batch. In a sum divided by a count, the count can be that of the batch
-(``whole_batch``).
+(``batch_statistics``).
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ from anabranch.graph.tracing.source_questions import (
     COMPARED,
     lines_of_branch,
     lines_of_loop,
-    place_of,
     truth_if_compared,
     truth_unless_zero,
 )
+from anabranch.graph.user_lines import frame_place
 
 
 class Selection(NamedTuple):
@@ -218,7 +218,7 @@ class EmptySelections:
     def _note(self, frame: FrameType, lines: range | None, selection: Selection) -> bool:
         """Note work on a selection, if a statement has some; return True if it has."""
         if lines is not None:
-            work = Work(place_of(frame), selection, [])
+            work = Work(frame_place(frame), selection, [])
             self.places.add(work.place)
             self._work.append(work)
             self._asked.setdefault(frame, {})[lines] = work

@@ -4,8 +4,7 @@
 same with the batch size fixed, and with full Python analysis. The first loses the backward of a
 custom ``autograd.Function`` that is no operator (``custom_functions``), and
 ``torch.utils.checkpoint`` or, if reentrant, its gradients; it stops at derivatives inside of the
-forward, and at ``torch.vmap``, with errors of its own. All of them are watched for while the
-forward runs.
+forward, and at ``torch.vmap``, with errors of its own. So calls are watched (``lost_calls``).
 """
 
 from __future__ import annotations
@@ -17,26 +16,22 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import eager_transforms, vmap
-from torch.distributions import Distribution
-from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from anabranch.data.packed import call_module, unfit_arguments
 from anabranch.errors import CaptureError, shadowed
-from anabranch.graph.module_state import layer_dropout, with_attributes, without_keeping
+from anabranch.graph.module_state import layer_dropout, without_keeping
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.attributes_read import AttributesRead
-from anabranch.graph.tracing.custom_functions import operator_of
 from anabranch.graph.tracing.empty_selections import EmptySelections
-from anabranch.graph.tracing.patches import user_frame, user_line
+from anabranch.graph.tracing.lost_calls import watched
 from anabranch.graph.tracing.returned_loss import fields_of, is_fraction, scalars
+from anabranch.graph.user_lines import user_frame, user_line
 
 
 class ReturnsLoss(nn.Module):
@@ -112,11 +107,11 @@ def export(
                     named = (*module.named_buffers(), *module.named_parameters())
                     state = {name: t.clone() for name, t in named if not t.requires_grad}
                     call = torch.no_grad()(torch.func.functional_call)
-                    watched = _watched(set(), are_traced=False)
-                    with reads.recording(), watched, torch.random.fork_rng():
+                    calls = watched(set(), are_traced=False)
+                    with reads.recording(), calls, torch.random.fork_rng():
                         call(module, state, tuple(leaves))
                 else:
-                    stack.enter_context(_watched(checkpoints))
+                    stack.enter_context(watched(checkpoints))
                     stack.enter_context(reads.recording())
                     module.selections = selections = EmptySelections()
                     known = [None if t is None or t.is_meta else t for _, t in inputs]
@@ -204,136 +199,6 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-def _recomputed(
-    cls: Any, run: Any = None, option: Any = None, *inputs: Any
-) -> tuple[Any, ...] | None:
-    """Return the inputs of the function that a checkpoint runs; None for other custom gradients.
-
-    Copies of PyTorch's have its arguments; in diffusion models the number of inputs stands in place
-    of the flag, and parameters follow the inputs.
-    """
-    count = len(inputs) if isinstance(option, bool) else option
-    is_checkpoint = cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(run)
-    if not (is_checkpoint and isinstance(count, int) and 0 <= count <= len(inputs)):
-        return None
-    only_parameters = all(isinstance(value, nn.Parameter) for value in inputs[count:])
-    return inputs[:count] if only_parameters else None
-
-
-@contextlib.contextmanager
-def _watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]:
-    """Call custom gradients as operators if they ``are_traced``, and refuse those that cannot be
-    one, hooks, derivatives and transforms inside the forward; trace checkpoints as plain calls,
-    noted in ``checkpoints``, and ``weight.data`` as ``weight.detach()``, which is the same memory:
-    tracing makes a tensor without values of the former, so reading it fails far from the line, and
-    a write to it is dropped.
-    """
-    function = torch.autograd.function._SingleLevelFunction  # whose apply all others call
-    plain = checkpoint._checkpoint_without_reentrant_generator
-    tensors: Any = torch.Tensor
-    data, requires_grad = tensors.data, tensors.requires_grad
-
-    def apply(cls: Any, *args: Any) -> Any:
-        if (inputs := _recomputed(cls, *args)) is not None:
-            checkpoints.add(user_frame(traceback.extract_stack()))
-            return args[0](*inputs)
-        if cls is BackwardHookFunction:
-            hook()
-        plain_apply = super(function, cls).apply
-        if cls.__module__.startswith("torch."):  # such as that of a torch.library operator
-            return plain_apply(*args)
-        if are_traced and (operator := operator_of(cls, args, plain_apply)):
-            return operator(*args)
-        if not are_traced:
-            raise NotImplementedError  # the error of an earlier trace names the line
-        raise CaptureError(
-            f"{user_frame(traceback.extract_stack())} calls {cls.__name__}.apply, an "
-            "autograd.Function that takes or returns more than tensors and numbers, changes them "
-            "in place, needs their values or draws random numbers: tracing sees its forward only, "
-            "and its backward would silently be replaced by that of the forward's operations; "
-            "write it with tensor operations, or as torch.library.custom_op with register_autograd "
-            "(random numbers as an argument)"
-        )
-
-    def without_reentrant(*args: Any, **kwargs: Any) -> Any:
-        checkpoints.add(user_frame(traceback.extract_stack()))
-        return plain(*args, **kwargs)
-
-    def read(tensor: Any) -> Any:
-        is_torchs = patches.is_in_torch(sys._getframe(1))
-        return data.__get__(tensor) if is_torchs else tensor.detach()
-
-    def assign(tensor: Any, value: Any) -> None:
-        if not patches.is_in_torch(sys._getframe(1)):
-            refuse_to_assign()
-        data.__set__(tensor, value)
-
-    def require_gradient(tensor: Any, value: bool = True) -> Any:
-        if isinstance(tensor, nn.Parameter) and value != requires_grad.__get__(tensor):
-            freeze()
-        requires_grad.__set__(tensor, value)
-        return tensor
-
-    def refuse(what: str) -> Callable[..., Any]:
-        def raise_error(*_: Any, **__: Any) -> Any:
-            raise CaptureError(f"{user_frame(traceback.extract_stack())} {what}")
-
-        return raise_error
-
-    hook = refuse(
-        "has a hook on the gradient of a value (register_hook, or the backward hook of a module), "
-        "which tracing loses, so that a pipeline would not call it: leave it out, put it on a "
-        "parameter, or write an operator with a backward of its own (torch.library.custom_op, "
-        "register_autograd)"
-    )
-    differentiate = refuse(
-        "asks for a gradient inside the forward, as a gradient penalty does: it would go back "
-        "through the operators, and the stages, that the forward has come through so far; write "
-        "that derivative with tensor operations, or take a penalty that needs none, such as "
-        "spectral normalisation"
-    )
-    transform = refuse(
-        "transforms a function with torch.vmap or torch.func, inside of which tensors lack the "
-        "dimension of the samples, so that they cannot be sent to another stage; write it for all "
-        "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
-        "as they are"
-    )
-    pack = refuse(
-        "packs sequences (pack_padded_sequence), whose operations differ with their lengths: give "
-        "the layer the padded ones, and read its results where there is no padding (gather, a mask)"
-    )
-    freeze = refuse(
-        "freezes or thaws parameters in the forward, which tracing loses: call the part with "
-        "detached ones (torch.func.functional_call), or set requires_grad before the capture"
-    )
-    seed = refuse(
-        "seeds random numbers, which a captured program does not, so each step would draw others: "
-        "draw them once, in __init__, and keep them in a buffer"
-    )
-    refuse_to_assign = refuse(
-        "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
-        "(register_buffer) and change that in place (copy_)"
-    )
-    replaced = [
-        (torch.Tensor, "data", property(read, assign)),
-        (torch.Tensor, "requires_grad", property(requires_grad.__get__, require_gradient)),
-        (torch.Tensor, "requires_grad_", require_gradient),
-        *((owner, "manual_seed", seed) for owner in (torch, torch.random)),
-        (function, "apply", classmethod(apply)),
-        (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
-        (torch.Tensor, "register_hook", hook),
-        (torch._VF, "_pack_padded_sequence", pack),
-        (torch.autograd, "_engine_run_backward", differentiate),
-        (vmap, "vmap_increment_nesting", transform),
-        (eager_transforms, "grad_increment_nesting", transform),
-        (eager_transforms, "jvp_increment_nesting", transform),
-        # It looks at values, which a trace lacks, only to raise.
-        (Distribution, "_validate_args", False),
-    ]
-    with with_attributes(replaced):
-        yield
 
 
 def _explained(

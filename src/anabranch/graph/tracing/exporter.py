@@ -24,7 +24,6 @@ from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.flat_program import (
     FlatProgram,
     PlaceholderSource,
-    frame,
     insert,
     is_bounding,
     written,
@@ -44,7 +43,8 @@ from anabranch.graph.tracing.counted_means import counted_means
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.export import ReturnsLoss, export, quiet
 from anabranch.graph.tracing.lowering import RefusedError, batch_sizes, lower, require_samples
-from anabranch.graph.tracing.patches import rare_collection, user_line, without_raising_guards
+from anabranch.graph.tracing.patches import rare_collection, without_raising_guards
+from anabranch.graph.user_lines import call_place, user_line
 from anabranch.remembered import remembered
 
 
@@ -98,7 +98,7 @@ class Exporter:
 
     @rare_collection()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
-        """The flat program for a number of samples; it constructs its tensors on the device.
+        """Return the flat program for a number of samples, which makes its tensors on the device.
 
         Raises:
             CaptureError: if the module cannot be captured, or not with that many samples.
@@ -223,7 +223,7 @@ class Exporter:
             elif self._tensors[source].requires_grad:
                 raise CaptureError(
                     f"{type(self.module).__name__} changes {source.name}, a parameter that is "
-                    f"trained, in place ({node.target}, {place_of(self.module, node)}); forwards "
+                    f"trained, in place ({node.target}, {call_place(self.module, node)}); forwards "
                     "of several micro-batches come before the backward of the first: compute what "
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
@@ -257,13 +257,6 @@ def _renamed(call: ModuleCallSignature, names: Mapping[str, str]) -> ModuleCallS
         ]
 
     return replace(call, inputs=renamed(call.inputs), outputs=renamed(call.outputs))
-
-
-def place_of(module: nn.Module, node: fx.Node) -> str:
-    """Return the module that an operation is called in, with its class, and the line."""
-    path = frame(node).partition("[")[0]
-    owner = type(module.get_submodule(path)).__name__
-    return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
 
 
 def _require_layouts(module: nn.Module) -> None:

@@ -45,8 +45,9 @@ from anabranch.graph.group import Grouping
 from anabranch.graph.tracing.autocast import AutocastRegion, region_of
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.export import quiet
-from anabranch.graph.tracing.patches import user_line, without_raising_guards
+from anabranch.graph.tracing.patches import without_raising_guards
 from anabranch.graph.tracing.written_views import new_value, put_back, viewed, views, writes_first
+from anabranch.graph.user_lines import user_line
 
 _aten = torch.ops.aten
 _LARGEST = torch.finfo(torch.float32).max

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import re
 import sys
-import textwrap
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -28,16 +24,13 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from anabranch import errors
 from anabranch.device.kinds import CPU
 from anabranch.graph.flat_program import is_random, storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
-from anabranch.graph.tracing.source_questions import passing_truth, place_of
-
-TORCH = os.path.join(torch.__path__[0], "")
-"""Folder of PyTorch's own files, with a separator at its end."""
+from anabranch.graph.tracing.source_questions import passing_truth
+from anabranch.graph.user_lines import TORCH, frame_place
 
 _KERNELS = tuple(TORCH + name for name in ("_refs", "_decomp", "_meta_registrations"))
 """PyTorch's own operations in Python, which ask for the special case of no entries."""
@@ -94,7 +87,7 @@ def without_raising_guards(
         if passing is None:
             chosen = _constant_truth(value, state, asked)
             return selections.truth(frame, value) if chosen is None else chosen
-        left_out.add(place_of(frame))
+        left_out.add(frame_place(frame))
         return passing
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
@@ -369,28 +362,3 @@ def library_rules(*, dynamic: bool = True) -> contextlib.AbstractContextManager[
         rules += [(module, name, torch.autocast) for module in asking]
     rules.append((torch.autocast, "__init__", _on_real_device(torch.autocast.__init__)))
     return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])
-
-
-_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__))
-_OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("graph", "runtime"))
-
-
-def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
-    """Return file and line of the innermost frame that is not torch's, Python's own or ours."""
-    place = "the module's forward"
-    for frame in stack:
-        name = os.path.abspath(frame.filename)
-        library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((TORCH, *_OURS)) or frame.filename.startswith("<"):
-            continue
-        place = f"{frame.filename}:{frame.lineno}"
-        if frame.line:
-            place += f" ({textwrap.shorten(frame.line, 100)})"
-    return place
-
-
-def user_line(node: fx.Node) -> str:
-    """Return file and line of the innermost forward, the user's or a library's, of a call."""
-    trace = re.findall(r'File "(.+)", line (\d+), in (.+)\n', node.meta.get("stack_trace") or "")
-    return user_frame(traceback.FrameSummary(file, int(line), name) for file, line, name in trace)

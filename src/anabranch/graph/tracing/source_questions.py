@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-import linecache
 import operator
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -31,13 +30,6 @@ _LEAVES = (
     *(ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Match),
 )
 """Statements that leave a function, or bind names that are no ``ast.Name``."""
-
-
-def place_of(frame: FrameType) -> str:
-    """Return file, line and text of the line that a frame is at."""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}" + (f" ({text})" if text else "")
 
 
 def passing_truth(frame: FrameType) -> bool | None:

@@ -67,12 +67,12 @@ class Annealing:
         for number in range(rounds if chosen else 0):
             chosen = _unlike(chosen)[: settings.starts >> number]
             share = evaluations // (rounds * len(chosen))
-            given = [(start, share, self._rng.random()) for start in chosen]
+            tasks = [(start, share, self._rng.random()) for start in chosen]
             try:
-                if each_s * share * len(given) < settings.worth_forking_s:
-                    ways = [*map(self._anneal, given)]
+                if each_s * share * len(tasks) < settings.worth_forking_s:
+                    ways = [*map(self._anneal, tasks)]
                 else:
-                    ways = forked.run_each(self._anneal, given)
+                    ways = forked.run_each(self._anneal, tasks)
             except KeyboardInterrupt:
                 self._keep(drafted for passed in self._under_way for drafted in passed)
                 raise
@@ -147,10 +147,10 @@ class Annealing:
             self._found.setdefault(annealed.seconds, annealed)
 
 
-def _unlike(found: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
+def _unlike(drafts: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
     """Return the fastest draft of each shape, the fastest first."""
     unlike: dict[tuple[int, int], AnnealedDraft] = {}
-    for entry in sorted(found, key=_seconds):
+    for entry in sorted(drafts, key=_seconds):
         unlike.setdefault(_shape(entry.draft), entry)
     return list(unlike.values())
 

@@ -85,7 +85,7 @@ class Evaluator:
         shared = devices // node * cards[0] * (cards[0] < node)
         edges = min(len(readers), devices * devices) + devices
         home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
-        given = home, owner, np.zeros(devices, SETUP).view(np.recarray)
+        drafted = home, owner, np.zeros(devices, SETUP).view(np.recarray)
         problem = tables.PricedModel(
             records(tables.Numbers, [numbers]),
             *_seconds(cost),
@@ -109,17 +109,17 @@ class Evaluator:
             paces,
             np.empty((2, edges, min(batch_size, MOST_MICROBATCHES))),
         )
-        self._given = tuple(table.data.cast("B") for table in given)
-        self._tables = given, problem, state
+        self._draft_bytes = tuple(table.data.cast("B") for table in drafted)
+        self._tables = drafted, problem, state
         self._step_s: Callable[..., float] | None = None
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """Estimate the seconds; infinity if the draft cannot run or takes longer than the limit."""
-        for memory, values in zip(self._given, draft[:3], strict=True):
+        for memory, values in zip(self._draft_bytes, draft[:3], strict=True):
             memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
-        given, problem, state = self._tables
+        drafted, problem, state = self._tables
         factor = 1 + draft.split * SETTINGS.split_gain  # a smaller saving counts as none
-        args = *given, draft.num_stages, *draft[3:], limit / factor, problem, state
+        args = *drafted, draft.num_stages, *draft[3:], limit / factor, problem, state
         if self._step_s is None:
             self._step_s = step_s.for_types_of(*args)
         return factor * self._step_s(*args)

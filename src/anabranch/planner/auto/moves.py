@@ -146,15 +146,15 @@ def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False)
         return None
     s, t = _two(draft.num_stages, rng)
     devices = _where(draft.owner == s)
-    given = len(devices) // 2 if half else 1
-    if not 0 < given < len(devices):
+    count = len(devices) // 2 if half else 1
+    if not 0 < count < len(devices):
         return None
-    first = _below(len(devices) - given + 1, rng)
+    first = _below(len(devices) - count + 1, rng)
     if rng.random() < 0.5:
         near = _where(draft.owner == t)
-        first = 0 if near[0] < devices[0] else len(devices) - given
+        first = 0 if near[0] < devices[0] else len(devices) - count
     owner = draft.owner.copy()
-    owner[devices[first : first + given]] = t
+    owner[devices[first : first + count]] = t
     return draft._replace(owner=owner)
 
 

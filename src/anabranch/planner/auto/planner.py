@@ -22,7 +22,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
 from anabranch.graph.digraph import path_before
-from anabranch.graph.series_parallel import Node, Parallel, Series, decompose, operators
+from anabranch.graph.series_parallel import Node, Parallel, Series, decompose, mask_of, operators
 from anabranch.planner import PLANNERS
 from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
@@ -221,8 +221,8 @@ class Auto:
         parallelism may need replicas that share the optimizer's state.
         """
         planner: Any = PLANNERS[name]()
-        given = {**vars(self), "fewer_stages": True}
-        options = {option: given[option] for option in vars(planner) if option in given}
+        own = {**vars(self), "fewer_stages": True}
+        options = {option: own[option] for option in vars(planner) if option in own}
         shared = name == "data-parallel"
         cost = replace(problem.cost, shard_optimizer=True) if shared else problem.cost
         yield from replace(planner, **options)(
@@ -255,7 +255,7 @@ def along_branches(problem: Problem) -> StageGraph | None:
     assembled = (
         problem.assembler(prices).assemble([Part(mask, 1) for mask in masks])
         for prices in map(problem.prices, problem.sizes)
-        if prices.may(1) and prices.num_microbatches <= MICROBATCHES
+        if prices.covers_replicas(1) and prices.num_microbatches <= MICROBATCHES
     )
     fitting = [candidate for candidate in assembled if candidate is not None]
     return min(fitting, key=lambda candidate: candidate.outline_s).graph if fitting else None
@@ -266,12 +266,8 @@ def _branches(tree: Node) -> list[int]:
     parts, run = [], 0
     for child in tree.children if isinstance(tree, Series) else (tree,):
         if isinstance(child, Parallel):
-            parts += [run] * (run > 0) + [_mask(branch) for branch in child.children]
+            parts += [run] * (run > 0) + [mask_of(branch) for branch in child.children]
             run = 0
         else:
-            run |= _mask(child)
+            run |= mask_of(child)
     return [*parts, run] if run else parts
-
-
-def _mask(node: Node) -> int:
-    return sum(1 << op for op in operators(node))

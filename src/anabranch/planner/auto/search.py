@@ -14,7 +14,7 @@ from anabranch.planner.auto.loops import branches, loops, near_loops
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
-from anabranch.planner.base import WHOLE, Runs
+from anabranch.planner.base import PLAIN_RUN, RunOptions
 from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph
 
@@ -79,7 +79,9 @@ class Search:
         """Return results of annealing: a plan from each planner, then others, the fastest first."""
         return self._likely
 
-    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+    def again(
+        self, best: StageGraph, runs: RunOptions, choice: RunOptions
+    ) -> list[tuple[StageGraph, RunOptions]]:
         """Anneal once more, from the best plan on, with every move. Return proposals and how they
         run; none when no rounds are left. A round does not depend on how many follow.
 
@@ -105,10 +107,10 @@ class Search:
         rng = Random(f"round {self._seed}")
         annealing = Annealing(space, self._evaluate, rng)
         annealing.search([start, *others], count)
-        proposals: dict[tuple[StageGraph, Runs], int] = {}
+        proposals: dict[tuple[StageGraph, RunOptions], int] = {}
         for annealed in annealing.best(SETTINGS.proposed):
             graph = self._stages(annealed.draft)
-            way = Runs(annealed.draft.sharded, annealed.draft.split)
+            way = RunOptions(annealed.draft.sharded, annealed.draft.split)
             if suits(graph, replace(self._space.cost, shard_optimizer=way.shared)):
                 proposals.setdefault((graph, way), annealed.moves)
         return [
@@ -138,11 +140,11 @@ class Search:
         """Return neighbours of a stage graph whose devices have several stages."""
         return [self._changed(near, graph) for near in near_loops(graph, self._space)]
 
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+    def is_misled(self, graph: StageGraph, runs: RunOptions, seconds: float) -> bool:
         """Return True if a stage graph takes far longer than its evaluation says."""
         return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
 
-    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
+    def near(self, graph: StageGraph, runs: RunOptions = PLAIN_RUN) -> list[StageGraph]:
         """Return random neighbours of a stage graph, the fastest first; other ones at each call.
         The same stage graph without recomputation comes first: where stages wait it may be as fast.
         """
@@ -164,7 +166,7 @@ class Search:
         ]
 
     def promising(
-        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+        self, graphs: Iterable[StageGraph], runs: RunOptions, limit: float = math.inf
     ) -> list[StageGraph]:
         """Return stage graphs that may take less than a limit if they run so, the fastest first."""
         seconds = {graph: self._with_quicker_warm_up(graph, runs)[0] for graph in graphs}
@@ -179,7 +181,7 @@ class Search:
         times = f"{changes} change{'s' if changes > 1 else ''}"
         return f"found from {start} by {times} to stages or devices"
 
-    def _with_quicker_warm_up(self, graph: StageGraph, runs: Runs) -> tuple[float, Draft]:
+    def _with_quicker_warm_up(self, graph: StageGraph, runs: RunOptions) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)
         draft = draft._replace(sharded=runs.shared or draft.sharded, split=runs.split)
         ways = ((self._evaluate(way, math.inf), way) for way in variants(draft))

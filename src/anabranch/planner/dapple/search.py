@@ -46,13 +46,13 @@ CHUNK = 50_000
 Labels = Any
 """A ``numpy.recarray`` of suffixes: fields of ``LABEL`` and of ``Suffix`` as attributes."""
 
-# The state; the operators before the cut; how many stages there are, and number of the first one's
-# place; the state before it was added, which suffix of those with as many devices in use it was
-# added to, and by which step of that state.
-#
-# Bytes of one micro-batch that they read from before, and of gradients that they send back; F + B
-# of the slowest stage or transfer; T_PL, L with all that comes before as one stage on all other
-# devices; an estimate of the best L that they can be part of, and a lower bound on it.
+# state, start        the state, and the operators before its cut
+# stages, place       number of stages, and number of the first one's place
+# source, parent,     how the first stage was added: the state before, the suffix behind it (its
+# step                index among those with as many devices in use), the step of that state
+# entering, gradients bytes of a micro-batch that are read from before, and sent back
+# peak_s, closed_s    F + B of the slowest stage or transfer; T_PL, L with all before as one stage
+# hoped_s, least_s    estimate of the best L of plans with this suffix, and lower bound of it
 _NUMBERS = ("state", "start", "stages", "place", "source", "parent", "step")
 _FIGURES = ("entering", "gradients", "peak_s", "closed_s", "hoped_s", "least_s", *Suffix._fields)
 LABEL = np.dtype([*((name, np.int64) for name in _NUMBERS), *((name, float) for name in _FIGURES)])

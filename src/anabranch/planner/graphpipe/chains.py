@@ -23,7 +23,15 @@ from functools import cached_property
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import bits
-from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
+from anabranch.graph.series_parallel import (
+    Leaf,
+    Node,
+    Parallel,
+    Series,
+    mask_of,
+    operators,
+    signature,
+)
 from anabranch.remembered import remembered
 
 
@@ -108,7 +116,7 @@ class _ChainBuilder:
             else None
             for run in runs
         ]
-        row = NestedSets.row(self._cost, [sum(map(_mask, run)) for run in runs])
+        row = NestedSets.row(self._cost, [sum(map(mask_of, run)) for run in runs])
         return SeriesChain(tuple(items), row)
 
     def runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
@@ -136,7 +144,7 @@ class _ChainBuilder:
         for same in alike.values():
             branches += [self.chain(same[-1])] * len(same)
             places += [dict(zip(operators(same[-1]), operators(b), strict=True)) for b in same]
-        row = NestedSets.row(self._cost, [_mask(b) for same in alike.values() for b in same])
+        row = NestedSets.row(self._cost, [mask_of(b) for same in alike.values() for b in same])
         return ParallelBlock(tuple(branches), tuple(places), row)
 
 
@@ -145,7 +153,3 @@ def _flat(node: Node) -> list[Node]:
     if not isinstance(node, Series):
         return [node]
     return [leaf for child in node.children for leaf in _flat(child)]
-
-
-def _mask(node: Node) -> int:
-    return sum(1 << op for op in operators(node))

@@ -68,7 +68,7 @@ class Terms:
 
     def allowed(self, replicas: int) -> bool:
         """Return True if a stage may have this number of replicas."""
-        return replicas <= self.max_replicas and self.prices.may(replicas)
+        return replicas <= self.max_replicas and self.prices.covers_replicas(replicas)
 
     def possible(self, copies: int) -> bool:
         """Return True if each copy has a sample and stages have few enough replicas."""

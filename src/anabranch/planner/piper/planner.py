@@ -90,7 +90,7 @@ class Piper:
     def _graphs(
         self, problem: Problem, searched: list[tuple[DownsetPrices, DownsetPairs]]
     ) -> Iterator[StageGraph]:
-        """Plans of the least load: with the fewest stages, and on exactly all devices."""
+        """Generate plans of the least load: with the fewest stages, and on exactly all devices."""
         plans, stages = None, searched[0][0]
         for prices, space in searched:
             # With the load of a row as bound, few nested pairs need a closer look.
@@ -115,11 +115,11 @@ class Piper:
 
 
 def _assembled(
-    problem: Problem, stages: DownsetPrices, found: BoundedPlans, *, exact: bool
+    problem: Problem, stages: DownsetPrices, plans: BoundedPlans, *, exact: bool
 ) -> StageGraph | None:
     """Return a plan's stage graph on all devices; None if its stages cannot use them all."""
-    options, parts = found.options, []
-    for i in found.chain(exact=exact):
+    options, parts = plans.options, []
+    for i in plans.chain(exact=exact):
         mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
         mode = stages.modes[int(options.mode[i])]
         parts.append(Part(mask, mode.replicas, mode.recompute))

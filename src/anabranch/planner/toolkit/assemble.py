@@ -102,7 +102,7 @@ class Assembler:
             ways = [
                 [
                     way
-                    for way in self.prices.ways(part.mask, min(most, self.max_replicas))
+                    for way in self.prices.parts(part.mask, min(most, self.max_replicas))
                     if self.prices.part_headroom(way) >= h
                 ]
                 for part, h in zip(current, height, strict=True)

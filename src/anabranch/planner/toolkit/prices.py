@@ -107,7 +107,7 @@ class MicrobatchPrices:
         """Samples on the fullest of ``degree`` replicas."""
         return -(-self.microbatch_size // degree)
 
-    def may(self, replicas: int) -> bool:
+    def covers_replicas(self, replicas: int) -> bool:
         """Return True if the profile covers the samples of each of this many replicas."""
         size, short = self.microbatch_size, self.batch_size % self.microbatch_size
         if not 1 <= replicas <= size:
@@ -168,8 +168,8 @@ class MicrobatchPrices:
         weights = self.cost.weights(part.mask)
         return int(self.headroom(weights, part.replicas, recompute=part.recompute))
 
-    def ways(self, mask: int, most: int) -> Iterator[Part]:
+    def parts(self, mask: int, most: int) -> Iterator[Part]:
         """Generate parts of these operators in every mode with up to ``most`` replicas."""
-        for replicas in filter(self.may, range(1, most + 1)):
+        for replicas in filter(self.covers_replicas, range(1, most + 1)):
             for recompute in (False, True)[: 1 + self.recompute]:
                 yield Part(mask, replicas, recompute)

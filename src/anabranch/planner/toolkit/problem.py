@@ -163,7 +163,7 @@ class Problem:
             self.cost.cluster.memory_bytes,
             recompute=self.recompute,
         )
-        degrees = filter(prices.may, range(1, most + 1) if self.any_degree else powers)
+        degrees = filter(prices.covers_replicas, range(1, most + 1) if self.any_degree else powers)
         return replace(prices, degrees=tuple(degrees))
 
     def assembler(self, prices: MicrobatchPrices) -> Assembler:

@@ -62,7 +62,7 @@ class _RecordedPasses:
         self.inputs = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._call, place = call, self.inputs[0].device
-        with accelerator.beside(place):
+        with accelerator.on_side_stream(place):
             for _ in range(3):  # in which libraries set themselves up
                 self.outputs = self._forward()
                 self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]

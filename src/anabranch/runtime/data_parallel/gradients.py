@@ -179,8 +179,8 @@ def squares_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the squared norm of some gradients, in a list that is empty without any."""
     if not gradients:
         return []
-    place = gradients[0].device
-    norms = torch._foreach_norm([entries(g) for g in gradients], 2.0, accelerator.wide(place))
+    precise = accelerator.widest_float(gradients[0].device)
+    norms = torch._foreach_norm([entries(g) for g in gradients], 2.0, precise)
     return [torch.stack(norms).square().sum()]
 
 

@@ -183,7 +183,7 @@ class Updates:
         outcome.bring(norms)
         guard = torch.zeros(())
         if numbers:
-            precise = accelerator.wide(numbers[0].device)
+            precise = accelerator.widest_float(numbers[0].device)
             flat = torch.cat([number.to(precise).reshape(-1) for number in numbers])
             guard = (~flat.isfinite().all()).float()
         optimizer.grad_scale, optimizer.found_inf = None, guard

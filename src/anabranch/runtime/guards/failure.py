@@ -22,7 +22,7 @@ from anabranch import errors
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
 from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.flat_program import frame as module_path
-from anabranch.graph.tracing.patches import user_line
+from anabranch.graph.user_lines import user_line
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.position import POSITION
 

@@ -70,7 +70,7 @@ def clock_of(place: torch.device) -> Clock:
     """Return the clock of a device."""
     if not accelerator.has_streams(place):
         return Clock()
-    return Clock(lambda: accelerator.mark(place, timed=True))
+    return Clock(lambda: accelerator.record_event(place, timed=True))
 
 
 def yardstick_s(place: torch.device) -> float:

@@ -42,7 +42,7 @@ class PeakMemory:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around the step."""
+        """Measure the step inside."""
         if accelerator.has_own_memory(self._place):
             torch.accelerator.reset_peak_memory_stats(self._place)
             yield

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from anabranch.device import accelerator
-from anabranch.errors import naming_place
+from anabranch.errors import naming_line
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile, UpdateCost
@@ -276,7 +276,7 @@ class _TrialUpdate:
             (squares,) = squares_of([*gradients.values()])
             # As if the norm were too large, since only then clipping costs something.
             clip(self._held, float(squares), 1e-12)
-        with naming_place("the optimizer of the Workload raised in an update,"):
+        with naming_line("the optimizer of the Workload raised in an update,"):
             self._optimizer.step()
 
 

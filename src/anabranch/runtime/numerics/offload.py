@@ -57,7 +57,7 @@ class Offload:
 
     @contextmanager
     def __call__(self, held: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Around the forward of one micro-batch.
+        """Offload what the forward of one micro-batch inside saves.
 
         Args:
             held: tensors that stay on the device until its backward.

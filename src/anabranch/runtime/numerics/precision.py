@@ -41,7 +41,7 @@ class LossScale:
             return []
         place = values[0].device
         by_entry = accelerator.has_streams(place)  # the fastest norm that never overflows
-        kind = (math.inf, None) if by_entry else (2.0, accelerator.wide(place))
+        kind = (math.inf, None) if by_entry else (2.0, accelerator.widest_float(place))
         norms = torch.stack(torch._foreach_norm(values, *kind))
         torch._foreach_mul_(values, 1.0 / self.scale)
         return [norms.isfinite().all()]

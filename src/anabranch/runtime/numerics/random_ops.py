@@ -285,7 +285,7 @@ def randint_like(
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The operation that changes its first argument; views of it see the change."""
+    """Return the operation that changes its first argument; views of it see the change."""
 
     def write(site: RandomSite, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x.copy_(function(site, x, *args, **kwargs))

@@ -73,7 +73,7 @@ class Fetched:
     """Numbers of a device, at least one, on their way to the host, with one copy for them all."""
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
-        precise = accelerator.wide(numbers[0].device)
+        precise = accelerator.widest_float(numbers[0].device)
         flat = torch.cat([number.detach().to(precise).reshape(-1) for number in numbers])
         self._host, self._arrived = accelerator.to_host(flat)
 

@@ -15,7 +15,7 @@ from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.weights import OptimizerFacts
 from anabranch.weights.requirements import Rule
-from anabranch.workload import Workload, has_hooks, stand_in, stand_ins
+from anabranch.workload import Workload, has_hooks, stand_in_optimizer, stand_ins
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
@@ -37,7 +37,7 @@ def facts_of(optimizer: Optimizer) -> OptimizerFacts:
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     """Facts of the workload's optimizer; None if nothing is trained or stand-ins are refused."""
-    optimizer = stand_in(workload)
+    optimizer = stand_in_optimizer(workload)
     return None if optimizer is None else facts_of(optimizer)
 
 
@@ -112,7 +112,7 @@ def taken_gradients(
 
 
 def refuse_unsupported(optimizer: object, scheduler: object) -> None:
-    """Raises TrainingError for what a step of a pipeline cannot drive."""
+    """Refuse, by a TrainingError, what a step of a pipeline cannot drive."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrainingError(
             "LBFGS evaluates the loss several times per step, which a pipeline's step does not; "
@@ -169,5 +169,5 @@ def require_recipe_updates(
 ) -> None:
     """Accept a recipe by ``require_updates``, as far as stand-ins tell, before there are ranks."""
     parameters = stand_ins(workload)
-    optimizer = stand_in(workload, parameters)
+    optimizer = stand_in_optimizer(workload, parameters)
     require_updates(graph, optimizer, parameters, sparse_embeddings=sparse_embeddings)

@@ -232,7 +232,7 @@ _OPEN: weakref.WeakSet[HostTransport] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A fork (of a data loader) must not keep connections open, nor free its parent's memory."""
+    """Let a fork (of a data loader) keep no connection open, nor free its parent's memory."""
     for transport in list(_OPEN):
         transport._disown()
 

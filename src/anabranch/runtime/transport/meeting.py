@@ -107,8 +107,8 @@ def meet(rank: int, exchange: Exchange) -> tuple[Segment | None, dict[int, Peer]
         except OSError:
             end.close()
             wakes.close()
-    said = exchange(bytes(other in peers for other in range(len(cards))))
-    for other in [other for other in peers if not said[other][rank]]:
+    met = exchange(bytes(other in peers for other in range(len(cards))))
+    for other in [other for other in peers if not met[other][rank]]:
         peers.pop(other).close()
     if segment is not None and not peers:  # nobody would close it
         segment.close()

@@ -61,7 +61,7 @@ class DeviceStreams:
 
     def fence(self) -> torch.Event:
         """Mark the place behind all that the compute stream has been given so far."""
-        return accelerator.mark(self._place)
+        return accelerator.record_event(self._place)
 
     def start(self, key: Hashable, after: Any, call: Callable[[], T]) -> T:
         """Start an operation of a communicator behind a fence."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows, say
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.errors import AnabranchError, FileFormatError
 
 if TYPE_CHECKING:
@@ -133,11 +133,11 @@ def say_run(
     run: Run, folder: Path, facts: Mapping[str, Any], rows: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Print the figures of a run; ``facts`` are added to the document, ``rows`` to the text."""
-    from anabranch.record.figures import told
+    from anabranch.record.figures import shown_figures
 
     page = folder / "report.html"
     print_json({**run.figures(), **facts, "run": folder, "report": page})
-    print_rows([*((figure.name, figure.line) for figure in told(run.figures())), *rows])
+    print_rows([*((figure.name, figure.line) for figure in shown_figures(run.figures())), *rows])
     say(f"report: {page}")
 
 

@@ -1,8 +1,8 @@
 """Explanation of a plan: why its step takes as long as it does, and what would shorten it.
 
-It consists of floors, lower bounds of the step of any plan or of this one (``solve.floors``); the
+It consists of floors, lower bounds of the step of any plan or of this one (``floors``); the
 critical path of the simulated step, whose parts add up to it (``simulator.critical_path``); and
-steps simulated without one bottleneck (``solve.what_ifs``).
+steps simulated without one bottleneck (``what_ifs``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.critical_path import critical_path
 from anabranch.simulator.run import run
-from anabranch.solve.floors import Floor, floors
+from anabranch.solve.explanation.floors import Floor, floors
+from anabranch.solve.explanation.what_ifs import WhatIf, what_ifs
 from anabranch.solve.schedule_choice import scheduled
-from anabranch.solve.what_ifs import WhatIf, what_ifs
 from anabranch.timeline import Cause
 
 _WIDTH, _LABEL = 80, 28

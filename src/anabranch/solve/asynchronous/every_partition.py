@@ -126,7 +126,7 @@ class EveryPartition:
         most = min(self.max_replicas, self.cost.cluster.num_devices)
         return [
             part
-            for part in self._prices(size).ways(mask, most)
+            for part in self._prices(size).parts(mask, most)
             if self.cost.device_bytes(
                 bits(mask),
                 microbatch_size=size,

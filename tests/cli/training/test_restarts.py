@@ -11,8 +11,8 @@ import torch
 from anabranch.checkpoint import Progress, RankPart
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
-from anabranch.cli.restarts import left_of, restarted, surviving, train_with_restarts
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.restarts import left_of, restarted, surviving, train_with_restarts
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.errors import DataError, LoaderError, StageFailedError, TrainingError
 from anabranch.runtime.state.spare_copies import Moment
 from tests.record.test_folder import PLAN

@@ -11,8 +11,8 @@ from anabranch.profile.profile import OpCost, UpdateCost
 from anabranch.schedule import SCHEDULES, SPLIT_BACKWARDS, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
+from anabranch.solve.explanation.what_ifs import what_ifs
 from anabranch.solve.settings import SETTINGS
-from anabranch.solve.what_ifs import what_ifs
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 
@@ -104,7 +104,7 @@ def test_a_step_that_takes_long_to_simulate_is_not_changed_often(monkeypatch):
     assert len(everything) == 3
     for most, count in ((7, 0), (15, 1), (16, 2), (100_000, len(everything))):
         settings = replace(SETTINGS, most_computes=most)
-        monkeypatch.setattr("anabranch.solve.what_ifs.SETTINGS", settings)
+        monkeypatch.setattr("anabranch.solve.explanation.what_ifs.SETTINGS", settings)
         assert len(relaxed(graph, cost)[0]) == count
 
 

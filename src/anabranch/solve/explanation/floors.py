@@ -89,5 +89,5 @@ def _all_reduces(costs: ModelCosts) -> Iterator[Floor]:
     summed = cost.stage_held_bytes(range(len(cost.graph))).summed
     if len(everywhere) > 1 and summed and everywhere not in seconds:
         what = f"{memory_text(summed)} over all devices"
-        whole_s = cost.allreduce_s(summed, everywhere)
+        whole_s = cost.all_reduce_s(summed, everywhere)
         yield Floor("data_parallel_all_reduce", whole_s, what, False)

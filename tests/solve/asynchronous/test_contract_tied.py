@@ -6,7 +6,7 @@ import pytest
 
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import Parameter
-from anabranch.solve.contract_tied import because, contract_tied
+from anabranch.solve.asynchronous.contract_tied import because, contract_tied
 from tests.simulator.helpers import chain, cluster, cost_model
 from tests.solve.helpers import asynchronous
 

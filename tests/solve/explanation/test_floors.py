@@ -13,7 +13,7 @@ from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
 from anabranch.solve.bound import step_bound, work_floor
-from anabranch.solve.floors import Floor, floors
+from anabranch.solve.explanation.floors import Floor, floors
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
 from tests.simulator.test_overheads import machine
 from tests.solve.helpers import a_plan

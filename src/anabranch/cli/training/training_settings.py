@@ -14,8 +14,8 @@ import typer
 from anabranch.cli import settings, torchrun
 from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
-from anabranch.cli.run_file import go_on, in_file, model_or_file, require_trust
 from anabranch.cli.spread import Settings
+from anabranch.cli.training.run_file import go_on, in_file, model_or_file, require_trust
 from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Mode, Plan
@@ -146,19 +146,7 @@ class TrainingSettings(Settings):
 
     def loggers(self) -> "tuple[Callback, ...]":
         """Return a callback for each --log, none of which has opened anything yet."""
-        split = [_split(text) for text in self.log or ()]
-        if not split:
-            return ()
-        from anabranch import training
-
-        makers: dict[str, Callable[[str], Callback]] = {
-            "jsonl": training.JsonLines,
-            "csv": training.Csv,
-            "tensorboard": training.TensorBoard,
-            "wandb": lambda project: training.WeightsAndBiases(project=project),
-            "mlflow": training.MLflow,
-        }
-        return tuple(makers[kind](where) for kind, where in split)
+        return tuple(map(_logger, self.log or ()))
 
     @property
     def last_step(self) -> int | None:
@@ -201,14 +189,9 @@ class ComputeSettings(Settings):
         """Options of the runtime."""
         from anabranch.runtime.compute.options import ComputeOptions
 
-        return usage(
-            ComputeOptions,
-            precision=self.precision,
-            compile=self.backend or False,
-            offload=self.offload,
-            dropout=self.dropout,
-            sparse_embeddings=self.sparse_embeddings,
-        )
+        names = "precision offload dropout sparse_embeddings"
+        alike = {name: getattr(self, name) for name in names.split()}
+        return usage(ComputeOptions, compile=self.backend or False, **alike)
 
 
 @dataclass(frozen=True)
@@ -238,21 +221,30 @@ class FlushSettings(Settings):
         return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
 
 
-FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow")
-"""Kinds of logs, by what follows the colon: a file, a folder or a name."""
+_LOGS = {
+    "jsonl": ("FILE", "JsonLines"),
+    "csv": ("FILE", "Csv"),
+    "tensorboard": ("FOLDER", "TensorBoard"),
+    "wandb": ("PROJECT", "WeightsAndBiases"),
+    "mlflow": ("EXPERIMENT", "MLflow"),
+}
+"""Kind of a log -> what follows its colon, and its class in ``training``."""
 
 
-def _split(text: str) -> tuple[str, str]:
-    kinds = (*FILES, *FOLDERS, *TRACKERS)
+def _logger(text: str) -> "Callback":
     kind, _, where = text.partition(":")
-    if kind not in kinds:
+    if kind not in _LOGS:
+        *most, last = (f"{known}:{what}" for known, (what, _) in _LOGS.items())
         raise typer.BadParameter(
-            f"--log {text}: there is no log {kind!r}{meant(kind, kinds)}; write jsonl:FILE, "
-            "csv:FILE, tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
+            f"--log {text}: there is no log {kind!r}{meant(kind, _LOGS)}; write "
+            f"{', '.join(most)} or {last}"
         )
+    what, maker = _LOGS[kind]
     if not where:
-        what = "FILE" if kind in FILES else "FOLDER" if kind in FOLDERS else "NAME"
         raise typer.BadParameter(f"--log {text}: say where, {kind}:{what}")
-    if kind not in TRACKERS:
-        (file_to_write if kind in FILES else folder_to_write)(Path(where))
-    return kind, where
+    if check := {"FILE": file_to_write, "FOLDER": folder_to_write}.get(what):
+        check(Path(where))
+    from anabranch import training
+
+    make: Callable[..., Callback] = getattr(training, maker)
+    return make(project=where) if kind == "wandb" else make(where)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.cli.preflight import executed_plan
+from anabranch.cli.training.preflight import executed_plan
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph

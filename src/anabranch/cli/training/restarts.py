@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from anabranch.cli.job import Job
 from anabranch.cli.output import note
-from anabranch.cli.run_results import how_after_failure
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.run_results import how_after_failure
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import split_batches
 from anabranch.simulator.staleness import staleness
-from anabranch.solve.asynchronous_search import microbatch_sizes
-from anabranch.solve.version_demands import STREAM
+from anabranch.solve.asynchronous.search import microbatch_sizes
+from anabranch.solve.asynchronous.version_demands import STREAM
 from anabranch.weights import OPTIMIZERS, POLICIES, OptimizerFacts, policy_named
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import asynchronous, on_chain

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
-from anabranch.graph.samples.whole_batch import WHOLE_BATCH_LOSS
+from anabranch.graph.samples.batch_statistics import WHOLE_BATCH_LOSS
 from tests.losses import WIDTH, Balanced, Captioned, Centred, Contrastive, RootMean, batch
 
 

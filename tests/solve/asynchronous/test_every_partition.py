@@ -19,7 +19,11 @@ from anabranch.schedule.asynchronous import split_batches, warm_up
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.every_partition import MOST_OPERATORS, EveryPartition, brought_down
+from anabranch.solve.asynchronous.every_partition import (
+    MOST_OPERATORS,
+    EveryPartition,
+    brought_down,
+)
 from anabranch.weights import policy_named
 from tests.planner.helpers import cluster
 from tests.simulator.helpers import chain, cost_model

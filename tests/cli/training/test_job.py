@@ -10,10 +10,10 @@ import torch.distributed as dist
 import typer
 
 from anabranch import launch
-from anabranch.cli.job import Job
-from anabranch.cli.local_run import looks_of
 from anabranch.cli.source import ModelSource
 from anabranch.cli.torchrun import on_first
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.local_run import looks_of
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage

@@ -7,7 +7,7 @@ import anabranch
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.check import check
 from anabranch.solve import Explanation, explain, simulate
-from anabranch.solve.explanation import shorten
+from anabranch.solve.explanation.explanation import shorten
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
 from tests.solve.helpers import a_plan, asynchronous, on_chain
 

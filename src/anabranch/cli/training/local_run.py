@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli import torchrun
-from anabranch.cli.job import Job
 from anabranch.cli.progress import TrainingProgress, announce
-from anabranch.cli.restarts import surviving
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.restarts import surviving
+from anabranch.cli.training.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
-    from anabranch.cli.run_results import RunSoFar
+    from anabranch.cli.training.run_results import RunSoFar
     from anabranch.plans.plan import Plan
     from anabranch.plans.stages import StageGraph
     from anabranch.record import Run

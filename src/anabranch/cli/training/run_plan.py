@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from anabranch.cli import preflight
-from anabranch.cli.job import Job
 from anabranch.cli.torchrun import is_rank, on_first
-from anabranch.cli.training_settings import (
+from anabranch.cli.training import preflight
+from anabranch.cli.training.job import Job
+from anabranch.cli.training.training_settings import (
     ComputeSettings,
     FlushSettings,
     TrainedPlanSettings,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anabranch.weights import WeightPolicy
 
 
-def run_plan(
+def plan_of_run(
     job: Job,
     local: TrainedPlanSettings,
     training: TrainingSettings,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from anabranch.cli.output import note, why_not
-from anabranch.cli.training_settings import (
+from anabranch.cli.training.training_settings import (
     SPARE_COPIES,
     ComputeSettings,
     FlushSettings,
@@ -38,9 +38,8 @@ def refuse_mode(
     refused = {
         "--replan: not with --mode async, where versions of the weights are under way between any "
         "two mini-batches; train with a flush": is_async and training.replan,
-        "--survive: not with --mode async, where mini-batches are under way at any time, so no "
-        "copies of all ranks are of one step; train with a flush, or with --save-every and "
-        "--max-restarts": is_async and training.survive,
+        "--survive: not with --mode async, where no copies of all ranks are of one step; train "
+        "with a flush, or with --save-every and --max-restarts": is_async and training.survive,
         "--survive and --replan: take one of them": training.survive and training.replan,
         "--spare-copies and --no-replace: only with --survive": not training.survive
         and (training.spare_copies != SPARE_COPIES or not training.replace),
@@ -52,9 +51,8 @@ def refuse_mode(
         "update; take a larger --batch-size": is_async and accumulate > 1,
         "--shard-optimizer: not with --mode async, where every replica makes its own versions of "
         "the weights; leave it out, or train with a flush": is_async and compute.shard_optimizer,
-        f"clip-stage-norm = {norm} is for --mode async, where stages make their updates at "
-        "different times; with a flush the norm is clipped over all stages: give the Workload a "
-        f"clip_norm, clip_norm={norm}": not is_async and norm is not None,
+        f"clip-stage-norm = {norm} is for --mode async; with a flush the norm is of all stages: "
+        f"give the Workload a clip_norm, clip_norm={norm}": not is_async and norm is not None,
         f"clip-stage-norm = {norm}: a norm is more than 0": norm is not None and not norm > 0,
     }
     for why, holds in refused.items():
@@ -94,12 +92,11 @@ def require_trainable(
     from anabranch.runtime.state.model_state import require_weights
     from anabranch.runtime.state.optimizer_facts import refuse_unsupported
     from anabranch.training.course import require_evaluation
-    from anabranch.workload import stand_in
+    from anabranch.workload import stand_in_optimizer
 
     if workload.data is None:
         raise DataError(
-            "the workload has no data; give Workload a function data(batch_size, epoch) that "
-            "yields batches"
+            "the workload has no data; give it a function data(batch_size, epoch) of batches"
         )
     if isinstance(workload.data, Loader):
         workload.data.require_batch_size(batch_size)
@@ -109,7 +106,7 @@ def require_trainable(
                 "prediction are: every batch is a short one; take a smaller --batch-size"
             )
     require_evaluation(workload, training.evaluate_every, training.steps)
-    if (optimizer := stand_in(workload)) is not None:
+    if (optimizer := stand_in_optimizer(workload)) is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ranks warn when training begins
             refuse_unsupported(optimizer, workload.make_scheduler(optimizer))
@@ -136,8 +133,7 @@ def require_new_run(run: Path | None) -> None:
     if run is not None and (run / "run.json").exists():
         raise TrainingError(
             f"{run} has the figures of an earlier run (run.json), which are never written over; "
-            "name a new folder with --out, or leave --out away: then every run gets a folder of "
-            "its own in runs"
+            "name a new folder with --out, or leave --out away for one of its own in runs"
         )
 
 

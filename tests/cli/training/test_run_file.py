@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli.parsing import split_output
 from anabranch.cli.spread import spread
-from anabranch.cli.training_settings import (
+from anabranch.cli.training.training_settings import (
     ComputeSettings,
     RunSettings,
     TrainedPlanSettings,

@@ -45,7 +45,7 @@ def model_or_file(context: typer.Context, model: str) -> str:
     for key, value in document.items():
         name = key.replace("_", "-")
         if name == _OPTIONS and isinstance(value, dict):
-            defaults["output"] = [f"{option}={_text(said)}" for option, said in value.items()]
+            defaults["output"] = [f"{option}={_text(setting)}" for option, setting in value.items()]
         elif name == _OPTIONS or isinstance(value, dict):
             raise typer.BadParameter(
                 f"{path}: {key} is {'no table' if name == _OPTIONS else 'a table'}; only the "
@@ -65,8 +65,8 @@ def model_or_file(context: typer.Context, model: str) -> str:
                 try:  # by the rules of the command line, which would not name the file
                     known[name].process_value(context, value)
                 except typer.BadParameter as error:
-                    said = f"{path}: {key} = {value!r}: {error.message}"
-                    raise typer.BadParameter(said) from error
+                    message = f"{path}: {key} = {value!r}: {error.message}"
+                    raise typer.BadParameter(message) from error
             defaults[str(known[name].name)] = value
     named = defaults.pop(_MODEL, None)
     if not isinstance(named, str):
@@ -108,10 +108,10 @@ def require_trust(context: typer.Context, trust: bool) -> bool:
 def refuse_beside_plan(context: typer.Context, plan: Path | None) -> Path | None:
     """Refuse keys of the run file that a plan file decides; callback of ``--plan``."""
     decided = {"devices", "batch_size", "microbatch_size", "schedule"}
-    said = [key.replace("_", "-") for key in context.default_map or {} if key in decided]
-    if plan is not None and said and _RUN_FILE in context.meta:
+    keys = [key.replace("_", "-") for key in context.default_map or {} if key in decided]
+    if plan is not None and keys and _RUN_FILE in context.meta:
         raise typer.BadParameter(
-            f"{plan} decides what {', '.join(said)} in {context.meta[_RUN_FILE][0]} would; leave "
+            f"{plan} decides what {', '.join(keys)} in {context.meta[_RUN_FILE][0]} would; leave "
             "out one of them"
         )
     return plan

@@ -155,7 +155,7 @@ def require_asynchronous(plan_: Plan, policy: str = "") -> None:
 
 
 def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
-    """The stages of a plan as they run without a flush."""
+    """Return the stages of a plan as they run without a flush."""
     graph = plan_.stage_graph
     if plan_.mode == "async" and graph.num_microbatches(0) == 1 and not policy.microbatches:
         return graph

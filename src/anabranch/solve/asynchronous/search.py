@@ -20,14 +20,14 @@ from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
-from anabranch.solve.asynchronous_simulation import prediction
+from anabranch.solve.asynchronous.contract_tied import because, contract_tied
+from anabranch.solve.asynchronous.every_partition import EveryPartition, brought_down
+from anabranch.solve.asynchronous.simulation import prediction
+from anabranch.solve.asynchronous.version_demands import Proposals, demands, versions_of_flight
 from anabranch.solve.contest import improve
-from anabranch.solve.contract_tied import because, contract_tied
-from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.phases import Phases, to_its_end
 from anabranch.solve.policy_choice import recommended, require_may_cut
 from anabranch.solve.settings import SETTINGS, SearchBudget
-from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
     OptimizerFacts,
     WeightPolicy,
@@ -48,7 +48,7 @@ _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
 class AsynchronousSearch:
     """The search for one model on one cluster.
 
-    Tied operators are one operator of the search (``solve.contract_tied``). For the arguments see
+    Tied operators are one operator of the search (``contract_tied``). For the arguments see
     ``solve.plan``.
     """
 

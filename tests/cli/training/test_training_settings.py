@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from anabranch.checkpoint.series import checkpoints
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
 from tests.cli.examples import TOWERS, by_hand
@@ -67,7 +67,7 @@ def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, run_fi
 
 def test_a_metric_that_the_model_lacks_is_refused_before_it_is_measured(run, run_file, monkeypatch):
     """With those that it has."""
-    monkeypatch.setattr("anabranch.cli.job.Job.measure", None)
+    monkeypatch.setattr("anabranch.cli.training.job.Job.measure", None)
     best = run_file(TOWERS, evaluate_every=2, keep_best="acuracy:max", save="run")
     code, _, err = run("train", *best, "--devices", "2")
     assert code == 1

@@ -1,0 +1,1 @@
+"""Training from the command line: settings of a run, checks, plan, execution and results."""

@@ -1,0 +1,181 @@
+"""Calls in a forward that a trace would lose, traced another way or refused.
+
+custom gradients        called as operators (``custom_functions``), or refused
+checkpoints             plain calls, whose lines are noted
+weight.data             ``weight.detach()``, the same memory: a trace makes a tensor without
+                        values of ``.data``, so reading it fails far from the line, and a write
+                        to it is dropped
+hooks, derivatives, transforms, packed sequences, seeds, frozen parameters, writes to ``.data``
+                        refused, with the line and another way to write them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import eager_transforms, vmap
+from torch.distributions import Distribution
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import checkpoint
+
+from anabranch.errors import CaptureError
+from anabranch.graph.module_state import with_attributes
+from anabranch.graph.tracing import patches
+from anabranch.graph.tracing.custom_functions import operator_of
+from anabranch.graph.user_lines import user_frame
+
+_FUNCTION = torch.autograd.function._SingleLevelFunction  # whose apply all others call
+_TENSOR: Any = torch.Tensor
+_DATA, _REQUIRES_GRAD = _TENSOR.data, _TENSOR.requires_grad
+
+
+def _line() -> str:
+    return user_frame(traceback.extract_stack())
+
+
+def _refusal(because: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CaptureError(f"{_line()} {because}")
+
+    return refuse
+
+
+_hook = _refusal(
+    "has a hook on the gradient of a value (register_hook, or the backward hook of a module), "
+    "which tracing loses, so that a pipeline would not call it: leave it out, put it on a "
+    "parameter, or write an operator with a backward of its own (torch.library.custom_op, "
+    "register_autograd)"
+)
+
+_differentiate = _refusal(
+    "asks for a gradient inside the forward, as a gradient penalty does: it would go back "
+    "through the operators, and the stages, that the forward has come through so far; write "
+    "that derivative with tensor operations, or take a penalty that needs none, such as "
+    "spectral normalisation"
+)
+
+_transform = _refusal(
+    "transforms a function with torch.vmap or torch.func, inside of which tensors lack the "
+    "dimension of the samples, so that they cannot be sent to another stage; write it for all "
+    "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
+    "as they are"
+)
+
+_pack = _refusal(
+    "packs sequences (pack_padded_sequence), whose operations differ with their lengths: give "
+    "the layer the padded ones, and read its results where there is no padding (gather, a mask)"
+)
+
+_freeze = _refusal(
+    "freezes or thaws parameters in the forward, which tracing loses: call the part with "
+    "detached ones (torch.func.functional_call), or set requires_grad before the capture"
+)
+
+_seed = _refusal(
+    "seeds random numbers, which a captured program does not, so each step would draw others: "
+    "draw them once, in __init__, and keep them in a buffer"
+)
+
+_refuse_to_assign = _refusal(
+    "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
+    "(register_buffer) and change that in place (copy_)"
+)
+
+
+@contextlib.contextmanager
+def watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]:
+    """Trace or refuse the calls of this module inside of the context.
+
+    Args:
+        checkpoints: takes the user's lines that call ``torch.utils.checkpoint``.
+        are_traced: whether custom gradients are called as operators.
+    """
+    plain = checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(cls: Any, *args: Any) -> Any:
+        if (inputs := _recomputed(cls, *args)) is not None:
+            checkpoints.add(_line())
+            return args[0](*inputs)
+        return _with_custom_gradient(cls, args, are_traced=are_traced)
+
+    def without_reentrant(*args: Any, **kwargs: Any) -> Any:
+        checkpoints.add(_line())
+        return plain(*args, **kwargs)
+
+    replaced = [
+        (torch.Tensor, "data", property(_read, _assign)),
+        (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _require_gradient)),
+        (torch.Tensor, "requires_grad_", _require_gradient),
+        *((owner, "manual_seed", _seed) for owner in (torch, torch.random)),
+        (_FUNCTION, "apply", classmethod(apply)),
+        (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        (torch.Tensor, "register_hook", _hook),
+        (torch._VF, "_pack_padded_sequence", _pack),
+        (torch.autograd, "_engine_run_backward", _differentiate),
+        (vmap, "vmap_increment_nesting", _transform),
+        (eager_transforms, "grad_increment_nesting", _transform),
+        (eager_transforms, "jvp_increment_nesting", _transform),
+        # It looks at values, which a trace lacks, only to raise.
+        (Distribution, "_validate_args", False),
+    ]
+    with with_attributes(replaced):
+        yield
+
+
+def _recomputed(
+    cls: Any, run: Any = None, option: Any = None, *inputs: Any
+) -> tuple[Any, ...] | None:
+    """Return the inputs of the function that a checkpoint runs; None for other custom gradients.
+
+    Copies of PyTorch's have its arguments; in diffusion models the number of inputs stands in place
+    of the flag, and parameters follow the inputs.
+    """
+    count = len(inputs) if isinstance(option, bool) else option
+    is_checkpoint = cls.__name__ == checkpoint.CheckpointFunction.__name__ and callable(run)
+    if not (is_checkpoint and isinstance(count, int) and 0 <= count <= len(inputs)):
+        return None
+    only_parameters = all(isinstance(value, nn.Parameter) for value in inputs[count:])
+    return inputs[:count] if only_parameters else None
+
+
+def _with_custom_gradient(cls: Any, args: tuple[Any, ...], *, are_traced: bool) -> Any:
+    if cls is BackwardHookFunction:
+        _hook()
+    plain_apply = super(_FUNCTION, cls).apply
+    if cls.__module__.startswith("torch."):  # such as that of a torch.library operator
+        return plain_apply(*args)
+    if are_traced and (operator := operator_of(cls, args, plain_apply)):
+        return operator(*args)
+    if not are_traced:
+        raise NotImplementedError  # the error of an earlier trace names the line
+    raise CaptureError(
+        f"{_line()} calls {cls.__name__}.apply, an autograd.Function that takes or returns more "
+        "than tensors and numbers, changes them in place, needs their values or draws random "
+        "numbers: tracing sees its forward only, and its backward would silently be replaced by "
+        "that of the forward's operations; write it with tensor operations, or as "
+        "torch.library.custom_op with register_autograd (random numbers as an argument)"
+    )
+
+
+def _read(tensor: Any) -> Any:
+    is_torchs = patches.is_in_torch(sys._getframe(1))
+    return _DATA.__get__(tensor) if is_torchs else tensor.detach()
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    if not patches.is_in_torch(sys._getframe(1)):
+        _refuse_to_assign()
+    _DATA.__set__(tensor, value)
+
+
+def _require_gradient(tensor: Any, value: bool = True) -> Any:
+    if isinstance(tensor, nn.Parameter) and value != _REQUIRES_GRAD.__get__(tensor):
+        _freeze()
+    _REQUIRES_GRAD.__set__(tensor, value)
+    return tensor

@@ -1,0 +1,1 @@
+"""Plans without a flush: their search and simulation, and what versions of the weights demand."""

@@ -1,0 +1,1 @@
+"""Explanation of a plan: simulated what-ifs, and bounds of its step."""
