@@ -120,7 +120,8 @@ def from_distributed(
     kind, progress = rest.pop("kind", None) or optimizer, rest.pop("progress", {})
     if (state or options) and not kind:
         raise FileFormatError(
-            f"{folder} has an optimizer's state, but not its class: name it, as --optimizer AdamW"
+            f"{folder} has the state of an optimizer, but not which one: name its class, such as "
+            "--optimizer AdamW"
         )
     aliases = rest.get("aliases", _tied(model, state))
     model = {name: tensor for name, tensor in model.items() if name not in aliases}

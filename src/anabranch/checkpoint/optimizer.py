@@ -156,7 +156,8 @@ def restore_scheduler(
     saved = checkpoint.scheduler
     if saved is None:
         raise FileFormatError(
-            f"{checkpoint.where}: scheduler is null; resume with the workload that wrote it"
+            f"{checkpoint.where}: the training resumes with a scheduler, but scheduler is null; "
+            "resume with the workload that wrote it"
         )
     # Lists with an entry per parameter group; the rank that saved them may have had other groups.
     per_group = {
@@ -215,7 +216,8 @@ def _in_type(saved: Any, now: Any, where: str, *, may_lack: bool = False) -> Any
     if now is None or _kind(saved) is _kind(now) or (saved is None and (may_lack or not is_number)):
         return saved
     raise FileFormatError(
-        f"{where} is {shown(saved)}, here {now!r}; resume with the workload that wrote it"
+        f"{where} is {shown(saved)}, where this training has {now!r}; resume with the workload "
+        "that wrote it"
     )
 
 

@@ -91,7 +91,8 @@ class SavedState:
         if unknown:
             raise FileFormatError(
                 f"{self.where} holds {len(unknown)} tensors that the model lacks, such as "
-                f"{unknown[0]}; the checkpoint is of another model, or configuration of it"
+                f"{unknown[0]}; the checkpoint is of another model, or of another configuration "
+                "of it"
             )
 
     def require_frozen(self, name: str, parameter: Tensor) -> None:
@@ -103,7 +104,8 @@ class SavedState:
         if fingerprint(parameter) != self.frozen[name]:
             raise FileFormatError(
                 f"{self.where} leaves frozen parameters out (save_frozen=False), and {name} has "
-                "other values in the module now: build it from the same pretrained weights"
+                "other values in the module than when it was written: build the module with the "
+                "same pretrained weights before it resumes"
             )
 
     def require(self, keys: Sequence[str]) -> None:
@@ -112,7 +114,8 @@ class SavedState:
         if missing:
             raise FileFormatError(
                 f"{self.where} lacks {len(missing)} of the tensors that the model has: "
-                f"{some(missing, 5)}; the checkpoint is of another model, or configuration of it"
+                f"{some(missing, 5)}; the checkpoint is of another model, or of another "
+                "configuration of it"
             )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
@@ -174,7 +177,8 @@ class Checkpoint(SavedState):
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
         if checksum_of(written) != self.manifest.checksum:
             raise FileFormatError(
-                f"{self.where} was changed or damaged, by its checksum; take an earlier checkpoint"
+                f"{self.where} was changed or damaged after it was written: its checksum is that "
+                "of another content; take an earlier checkpoint"
             )
         for name, size in self.manifest.files.items():
             self._check_file(name, size)

@@ -92,7 +92,8 @@ def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = T
     except (ValueError, typer.BadParameter):
         raise InvalidPlanError(
             f"{file} was made for a cluster called {plan.cluster!r}, which is no preset, and does "
-            "not say what that has; name its file, or another cluster, with --cluster FILE"
+            "not say what that has; name the cluster file it was made for, or another cluster, "
+            "with --cluster FILE"
         ) from None
 
 

@@ -37,7 +37,8 @@ def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...]
         )
     if mode != "sync":
         raise typer.BadParameter(
-            "--rewrite is for --mode sync: without a flush slices of a parameter differ in age"
+            "--rewrite is for --mode sync: without a flush slices of one parameter would have "
+            "versions of different age"
         )
     return names
 
@@ -46,7 +47,8 @@ def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tup
     """Return the rewrites that the user names, for a verb that does not choose them."""
     if text == "auto":
         raise typer.BadParameter(
-            "--rewrite auto is for plan alone; name rewrites, such as join-split, or none"
+            "--rewrite auto is for plan, which chooses; here name rewrites, such as join-split, "
+            "or none"
         )
     return named_rewrites(text, source, mode) or ()
 

@@ -132,7 +132,8 @@ class ModelSource:
             )
         if self.is_file:
             raise typer.BadParameter(
-                f"{self.model} is a file, as profiles are; name a model, or package.module:function"
+                f"{self.model} is a file, as profiles are; this needs the model itself, by name or "
+                "package.module:function"
             )
         announce(f"loading and capturing {self.model}")
         from anabranch.files.capture_cache import files_read
@@ -246,9 +247,15 @@ def read_profile_file(
     else:
         profile = load_profile(path)
     if profile.source == "imported":
-        note(f"{model} is imported: its seconds are those of {profile.device} for any device")
+        note(
+            f"{model} is imported: its seconds are those of {profile.device}, whatever device is "
+            "asked for"
+        )
     elif profile.device.split(":")[0] != device.split(":")[0]:
-        note(f"{model} has times for {profile.device}, not {device}; seconds are of the former")
+        note(
+            f"{model} has times for {profile.device}, but {device} is asked for: the seconds below "
+            "are those of the former"
+        )
     return profile
 
 

@@ -107,7 +107,8 @@ class LengthBuckets:
         if len(table) < (total := sum(map(len, data_sets))):
             warnings.warn(
                 f"{len(table):,} of {total:,} samples were looked at for their lengths, at most "
-                f"{lengths[-1]}: a longer one ends training, so let the collator cut (max_length)",
+                f"{lengths[-1]}: a longer one ends training when it comes, so let the collator cut "
+                "there (max_length)",
                 stacklevel=3,
             )
         return LengthBuckets(lengths, {name: fill[name] for name in names})

@@ -103,7 +103,10 @@ def _what(text: str) -> str:
     first = lines[0][0]
     is_plan = all(word.isascii() and word.isdigit() for line in lines for word in line)
     if is_plan and len(lines) <= 2 and len(first) < 10 and len(lines[0]) == int(first) + 1:
-        return f"is a plan of GraphPipe's runtime ({int(first)} operators), no profile with times"
+        return (
+            f"is a plan of GraphPipe's runtime ({int(first)} operators and the stage of each), "
+            "not a profile: it has no times to plan with"
+        )
     return f"is no profile: it starts with {shown(text.strip().partition(chr(10))[0])}"
 
 

@@ -223,7 +223,8 @@ def _to_graph(file: _PlanFile) -> StageGraph:
             raise ValueError(
                 f"stages[{i}].microbatch_size is {stage.microbatch_size}, which cuts the batch of "
                 f"{file.batch_size} samples into {count} micro-batches; a stage has "
-                f"{MOST_MICROBATCHES} at most: write a larger one, or a smaller batch_size"
+                f"{MOST_MICROBATCHES} at most: write a larger microbatch_size or a smaller "
+                "batch_size"
             )
     stages = tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages))
     return StageGraph(stages, tuple((a, b) for a, b in file.edges), file.batch_size)

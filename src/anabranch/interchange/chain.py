@@ -50,7 +50,8 @@ class StageChain:
 
 _BRANCHES = (
     "a model with branches cannot be cut between them, because PyTorch's pipelining sends to the "
-    "next stage only; anabranch plan with --planner data-parallel --rewrite none has one stage"
+    "next stage only; anabranch plan with --planner data-parallel --rewrite none has one stage, "
+    "which PyTorch can read"
 )
 _ROW = (
     "anabranch plan with --planner sequential --max-replicas 1 --rewrite none makes stages in a "

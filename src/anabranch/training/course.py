@@ -278,8 +278,9 @@ def _warn_of_untold_epochs(pipe: _Pipe) -> None:
     """Warn that a checkpoint comes from a loop with batches of its own."""
     if pipe.rank == 0:
         warnings.warn(
-            f"the checkpoint is of step {pipe.step_number}, but of no epoch: its loop read data "
-            "itself, so epochs and batches count from here; Pipeline.batches in the loop counts",
+            f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
+            "trained it, which read its data itself, so epochs and batches count from here; "
+            "ask for those that are left, or read by Pipeline.batches in the loop",
             stacklevel=4,
         )
 
@@ -303,5 +304,6 @@ def require_evaluation(workload: Workload, every: int | None, steps: int | None 
     if (every is not None or steps == 0) and workload.eval_data is None:
         when = "without a step" if steps == 0 else f"every {every} steps"
         raise DataError(
-            f"held-out data is to be evaluated {when}, but the workload has none: no eval_data"
+            f"held-out data is to be evaluated {when}, but the workload has none; "
+            "give Workload an eval_data"
         )

@@ -188,6 +188,7 @@ def _installed(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise TrainingError(
-            f"figures are to go to {package}, which cannot be imported here ({error}): pip install "
-            f"'anabranch[{package}]'; JsonLines and Csv (jsonl:FILE and csv:FILE) need nothing"
+            f"figures are to go to {package}, but the package {package} cannot be imported here "
+            f"({error}); pip install 'anabranch[{package}]' installs it, and JsonLines and Csv (on "
+            "the command line jsonl:FILE and csv:FILE) need nothing"
         ) from error

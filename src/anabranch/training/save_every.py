@@ -51,7 +51,8 @@ class SaveEvery:
             raise ValueError(f"{self}: intervals and the number of checkpoints are more than 0")
         if self.best not in ("", "loss") and self.best.partition(":")[2] not in ("min", "max"):
             raise ValueError(
-                f"best {self.best}: say what is better, {self.best}:max or {self.best}:min"
+                f"best {self.best}: say whether more or less of it is better, {self.best}:max or "
+                f"{self.best}:min"
             )
 
     def require_metric(self, metrics: Collection[str]) -> None:

@@ -129,7 +129,8 @@ def require_supported(args: Any, *, has_optimizer: bool) -> None:
         )
     if taken.save_strategy == "best":
         raise ValueError(
-            'save_strategy best is not taken over; give save_every=SaveEvery(best="loss") instead'
+            "save_strategy best is not taken over; leave it out, and give "
+            'save_every=SaveEvery(best="loss") besides'
         )
     if taken.lr_scheduler_type == "reduce_lr_on_plateau":
         raise ValueError("reduce_lr_on_plateau needs a metric in every step: take another schedule")

@@ -38,8 +38,9 @@ def refuse_mode(
     refused = {
         "--replan: not with --mode async, where versions of the weights are under way between any "
         "two mini-batches; train with a flush": is_async and training.replan,
-        "--survive: not with --mode async, where no copies of all ranks are of one step; train "
-        "with a flush, or with --save-every and --max-restarts": is_async and training.survive,
+        "--survive: not with --mode async, where mini-batches are under way at any time, so no "
+        "copies of all ranks are of one step; train with a flush, or with --save-every and "
+        "--max-restarts": is_async and training.survive,
         "--survive and --replan: take one of them": training.survive and training.replan,
         "--spare-copies and --no-replace: only with --survive": not training.survive
         and (training.spare_copies != SPARE_COPIES or not training.replace),
@@ -51,8 +52,9 @@ def refuse_mode(
         "update; take a larger --batch-size": is_async and accumulate > 1,
         "--shard-optimizer: not with --mode async, where every replica makes its own versions of "
         "the weights; leave it out, or train with a flush": is_async and compute.shard_optimizer,
-        f"clip-stage-norm = {norm} is for --mode async; with a flush the norm is of all stages: "
-        f"give the Workload a clip_norm, clip_norm={norm}": not is_async and norm is not None,
+        f"clip-stage-norm = {norm} is for --mode async, where stages make their updates at "
+        "different times; with a flush the norm is clipped over all stages: give the Workload a "
+        f"clip_norm, clip_norm={norm}": not is_async and norm is not None,
         f"clip-stage-norm = {norm}: a norm is more than 0": norm is not None and not norm > 0,
     }
     for why, holds in refused.items():
@@ -96,7 +98,8 @@ def require_trainable(
 
     if workload.data is None:
         raise DataError(
-            "the workload has no data; give it a function data(batch_size, epoch) of batches"
+            "the workload has no data; give Workload a function data(batch_size, epoch) that "
+            "yields batches"
         )
     if isinstance(workload.data, Loader):
         workload.data.require_batch_size(batch_size)
@@ -133,7 +136,8 @@ def require_new_run(run: Path | None) -> None:
     if run is not None and (run / "run.json").exists():
         raise TrainingError(
             f"{run} has the figures of an earlier run (run.json), which are never written over; "
-            "name a new folder with --out, or leave --out away for one of its own in runs"
+            "name a new folder with --out, or leave --out away: then every run gets a folder of "
+            "its own in runs"
         )
 
 
