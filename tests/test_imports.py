@@ -10,7 +10,6 @@ import pytest
 
 import anabranch
 
-
 ROOM = Path(anabranch.__file__).parent
 
 
