@@ -121,7 +121,7 @@ def _find_function(text: str) -> Callable[..., object]:
         if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise
         raise ValueError(
-            f"there is no module {missing} for {text}; looked for in {here} and installed packages"
+            f"there is no module {missing} for {text}; looked for in {here} and all packages"
         ) from None
     for name in attribute.split("."):
         if not hasattr(function, name):

@@ -303,5 +303,5 @@ def require_evaluation(workload: Workload, every: int | None, steps: int | None 
     if (every is not None or steps == 0) and workload.eval_data is None:
         when = "without a step" if steps == 0 else f"every {every} steps"
         raise DataError(
-            f"held-out data is to be evaluated {when}, but the workload has none; give it eval_data"
+            f"held-out data is to be evaluated {when}, but the workload has none: no eval_data"
         )
