@@ -1,11 +1,16 @@
 """What loads what: planning never needs torch, and --help answers at once."""
 
+import os
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
 import anabranch
+
+ROOM = Path(anabranch.__file__).parent
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -40,3 +45,16 @@ def test_an_unknown_name_is_an_attribute_error():
     """As for any module."""
     with pytest.raises(AttributeError, match="no attribute 'pipeline'"):
         _ = anabranch.pipeline
+
+
+def test_the_package_is_imported_from_a_zip_file_as_well(tmp_path):
+    """Archives of an application hold packages so; the stub of the public names is no file then."""
+    archive = tmp_path / "site.zip"
+    with zipfile.ZipFile(archive, "w") as written:
+        for name in ("__init__.py", "__init__.pyi", "errors.py"):
+            written.write(ROOM / name, f"anabranch/{name}")
+    code = "import anabranch; print(anabranch.__file__, anabranch.AnabranchError.__name__)"
+    command = [sys.executable, "-c", code]
+    path = os.environ | {"PYTHONPATH": str(archive)}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=path)
+    assert run.stdout.split() == [f"{archive}/anabranch/__init__.py", "AnabranchError"]

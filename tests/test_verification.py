@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.capture import capture
+from anabranch.runtime.compute.options import Dropout
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
 from anabranch.verification.even import in_several, workable
@@ -124,6 +126,13 @@ def test_random_numbers_are_told_apart_from_errors() -> None:
     assert "--dropout sample" in result.summary()
     assert result.summary().startswith("not verified: ")
     assert "on 2 devices" in result.summary()
+
+
+def test_an_unknown_kind_of_dropout_is_no_failure_of_a_rank() -> None:
+    """The argument is the caller's, so it is refused before any rank starts."""
+    model, unknown = built("Shared"), cast("Dropout", "none")
+    with pytest.raises(ValueError, match="dropout 'none' is none of"):
+        verify(model.workload, plan(model, 2), captured=model.captured, dropout=unknown)
 
 
 @pytest.mark.dist

@@ -7,11 +7,11 @@ planning on a saved profile never import torch.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
-from pathlib import Path
 from typing import Any
 
-_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_STUB = (pkgutil.get_data(__name__, "__init__.pyi") or b"").decode()  # also from a zip file
 _HOME = {name: module for module, name in re.findall(r"from (\S+) import .+ as (\w+)", _STUB)}
 """Public name -> the module that defines it."""
 

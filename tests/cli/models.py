@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,18 @@ def with_other_labels() -> Workload:
     """One whose samples have labels of another type than the example."""
     samples = [{"left": torch.zeros(8), "right": torch.zeros(8), "target": 1} for _ in range(8)]
     return replace(towers(), data=samples)
+
+
+class Unreadable(list[object]):
+    """Samples that cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError("a sample is torn")
+
+
+def with_unreadable_samples() -> Workload:
+    """One whose data set raises."""
+    return replace(towers(), data=Unreadable(range(8)))
 
 
 def without_a_whole_batch() -> Workload:

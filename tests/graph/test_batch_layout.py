@@ -75,8 +75,17 @@ class Pair:
         ((torch.ones(0, 2),), "no samples"),
         ((1, None), "holds no tensor"),
         (Pair(torch.ones(4), torch.ones(4)), r"register_dataclass\(Pair\)"),
+        ({"a.b": torch.ones(4), "a": {"b": torch.ones(4)}}, r"two tensors .* are called a\.b;"),
     ],
-    ids=["other size", "scalar", "ragged", "empty", "no tensor", "a class torch does not know"],
+    ids=[
+        "other size",
+        "scalar",
+        "ragged",
+        "empty",
+        "no tensor",
+        "a class torch does not know",
+        "a name twice",
+    ],
 )
 def test_refuses_batches_without_common_samples(example: Any, complaint: str) -> None:
     """The message lists the shapes."""

@@ -48,6 +48,8 @@ class BatchLayout:
                 "the example batch holds no tensor; its tensors say what a batch looks like"
                 + "".join(advice)
             )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise CaptureError(f"two tensors of the batch are called {twice[0]}; rename a key")
         for name, i in zip(names, positions, strict=True):
             if leaves[i].layout is not torch.strided:
                 raise CaptureError(

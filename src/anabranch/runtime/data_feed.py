@@ -175,17 +175,15 @@ def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> 
     return ""
 
 
-def refusal_of_first_batch(captured: Captured, workload: Workload, batch_size: int) -> str:
-    """Likewise for the first batch of a data set alone; other data may take long to begin."""
+def require_first_batch(captured: Captured, workload: Workload, batch_size: int) -> None:
+    """Raise the DataError of training for the first batch of a data set; leave other data alone,
+    which may take long to begin, and data with buckets.
+    """
     data = workload.data
     is_set = isinstance(data, Loader) and data.num_batches(batch_size) is not None
     if is_set and not workload.buckets:
         feed = DataFeed(workload, batch_size)
-        try:
-            leaves_of(captured, next(feed.batches(1)), torch.device("cpu"), feed.where)
-        except DataError as error:
-            return str(error)
-    return ""
+        leaves_of(captured, next(feed.batches(1)), torch.device("cpu"), feed.where)
 
 
 def _is_read_again(data: Any) -> bool:

@@ -167,7 +167,7 @@ class _Comparison:
         self._is_random = any(draws_random(program.module, dropout) for program in programs)
         if self._is_random and dropout == "off":  # the module and its capture draw other numbers
             dropout = "sample"
-        self._dropout = dropout
+        self._options = ComputeOptions("fp32", dropout=dropout)  # in half precision all differ
         self._by_sample = self._is_random and dropout == "sample"
         has_one_slicing = all(slicing == self._slices for slicing in slicings)
         self._against = self._program_of_one_process(has_one_slicing)
@@ -240,7 +240,7 @@ class _Comparison:
             plan,
             captured=self._captured,
             exact=self._exact,
-            compute=ComputeOptions("fp32", dropout=self._dropout),  # in half precision all differ
+            compute=self._options,
             check_gradients=False,
             check_memory=check_memory,
             device=self._device,
@@ -262,7 +262,7 @@ class _Comparison:
             module.to(place)
         calls = self._slices if self._against == SLICES else [self._whole]
         has_whole = not (self._is_random or captured.graph.normalised or captured.graph.stateful)
-        with NoDropout() if self._dropout == "off" else nullcontext():
+        with NoDropout() if self._options.dropout == "off" else nullcontext():
             expected = reference(module, batch, calls, captured.weights)
             whole = reference(module, batch, [self._whole]) if has_whole else None
             if whole is None:

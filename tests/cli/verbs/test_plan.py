@@ -397,7 +397,7 @@ def test_of_a_model_that_is_clipped_over_all_stages_it_is_said_how_to_train_it(r
 @pytest.mark.parametrize("policy", ["2bw-ef", "pipeoptim", "vertical-sync"])
 def test_a_policy_is_planned_checked_and_simulated(run, four_files, policy):
     """The plan is valid, with and without the model, and its period is its own. Plans of every
-    policy are in ``tests/solve/test_asynchronous_search.py``.
+    policy are in ``tests/solve/asynchronous/test_search.py``.
     """
     plan = ("plan", *four_files, "--mode", "async", "--policy", policy, "-o", "p.json", "--json")
     code, out, err = run(*plan)

@@ -266,6 +266,16 @@ def test_samples_unlike_the_example_are_refused_before_measuring(run, monkeypatc
 
 
 @pytest.mark.dist
+def test_samples_that_raise_are_a_loader_error_with_its_traceback_on_demand(run, monkeypatch):
+    """The error is the one that a rank would raise, which has the traceback as a note."""
+    monkeypatch.setattr(Job, "measure", None)
+    code, _, err = run("train", "tests.cli.models:with_unreadable_samples", "--batch-size", "4")
+    assert code == 1
+    assert "LoaderError: the data of epoch 0 raised at batch 0, at " in err
+    assert "OSError: a sample is torn (ANABRANCH_DEBUG=1 shows the traceback)" in err
+
+
+@pytest.mark.dist
 def test_gradients_are_clipped_stage_by_stage(document, run_file, tmp_path):
     """The key reaches the pipeline: without momentum and rate decay, losses are others."""
     plan = by_hand([("left right", [0]), ("head", [1])], 8, mode="async", policy="stash")

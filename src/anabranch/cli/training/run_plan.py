@@ -15,7 +15,6 @@ from anabranch.cli.training.training_settings import (
     TrainedPlanSettings,
     TrainingSettings,
 )
-from anabranch.errors import DataError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -37,7 +36,7 @@ def plan_of_run(
     Whatever cannot run is refused as early as possible.
     """
     from anabranch import launch
-    from anabranch.runtime.data_feed import refusal_of_first_batch
+    from anabranch.runtime.data_feed import require_first_batch
     from anabranch.runtime.state.optimizer_facts import require_recipe_updates
 
     is_async = flush.is_async(job.plan)
@@ -61,8 +60,7 @@ def plan_of_run(
     if job.plan is None and not is_rank():  # or the ranks read it at once
         what = job.captured, job.workload, job.batch_size(local)
         # In a process of its own, as ranks must not share the files that reading opens.
-        if refusal := launch.run(refusal_of_first_batch, 1, *what)[0]:
-            raise DataError(refusal)
+        launch.run(require_first_batch, 1, *what)
     search = partial(
         job.search,
         local,

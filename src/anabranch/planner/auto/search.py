@@ -87,7 +87,7 @@ class Search:
 
         Args:
             runs: how the best plan runs.
-            choice: which fields of ``Runs`` the search may change.
+            choice: which fields of ``RunOptions`` the search may change.
         """
         before, count = self._begun
         if self._rounds:
