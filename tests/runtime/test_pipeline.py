@@ -337,7 +337,7 @@ def test_an_interrupted_step_does_not_count() -> None:
 
 
 def test_contexts_that_change_what_torch_computes_are_refused() -> None:
-    """Loops of users have them: autocast would cast messages, inference mode keep no gradients. An
+    """Loops of users have them: autocast would cast messages, the others keep no gradients. An
     evaluation needs none of these.
     """
     model = built("Chain")
@@ -348,8 +348,9 @@ def test_contexts_that_change_what_torch_computes_are_refused() -> None:
             pytest.raises(TrainingError, match="train with precision bf16"),
         ):
             cast(BATCHES[0])
-    with torch.inference_mode(), pytest.raises(TrainingError, match="would learn nothing"):
-        pipeline.step(BATCHES[0])
+    for context in (torch.inference_mode, torch.no_grad):
+        with context(), pytest.raises(TrainingError, match="would learn nothing"):
+            pipeline.step(BATCHES[0])
     with torch.inference_mode():
         held_out = pipeline.evaluate([BATCHES[0]])
     assert pipeline.step(BATCHES[0]) == pytest.approx(held_out["loss"])

@@ -148,8 +148,8 @@ class Session:
         Raises:
             DataError: if it is not built as the example.
             TrainingError: if a parameter is trained now that was frozen at the start, or an
-                attribute that the forward reads, or a part of the module, has changed, or torch is
-                in inference mode or casts by itself.
+                attribute that the forward reads, or a part of the module, has changed, or torch has
+                no gradients or casts by itself.
         """
         if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
@@ -158,8 +158,10 @@ class Session:
                 "and now requires_grad is True; leave it True from the start, and set it to False "
                 "for the steps in which it is to stay as it is"
             )
-        if torch.is_inference_mode_enabled():
-            raise TrainingError("a step would learn nothing in torch.inference_mode: leave it out")
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            raise TrainingError(
+                "a step would learn nothing in torch.no_grad or torch.inference_mode: leave it out"
+            )
         self._refuse_autocast()
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)
