@@ -94,6 +94,7 @@ def test_a_run_goes_on_by_the_file_that_it_began_with(tmp_path: Path):
         ('model = "m"\nsteps = "many"', "steps = 'many': "),
         ('model = "m"\nprecision = "fp8"', "'fp8' is not one of"),
         ("model = ", "is no TOML file"),
+        ("model = mymodel:workload", 'texts stand in quotes: model = "mymodel:workload"'),
     ],
 )
 def test_what_is_no_option_is_named(tmp_path: Path, text: str, message: str):

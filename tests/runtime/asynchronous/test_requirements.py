@@ -40,7 +40,12 @@ plain_sgd = partial(torch.optim.SGD, lr=0.1)
 @pytest.mark.parametrize(
     ("options", "compute", "policy", "message"),
     [
-        ({"clip_norm": 2.0}, PLAIN, None, r"clip_norm 2 .* take clip_stage_norm in its place"),
+        (
+            {"clip_norm": 2.0},
+            PLAIN,
+            None,
+            r"clip_norm 2 .* take clip_stage_norm in its place.* such as --plan, stay",
+        ),
         ({}, ComputeOptions(precision="fp16"), None, "take bf16"),
         ({}, ComputeOptions(compile="cudagraphs"), None, "records where weights are"),
         ({}, PLAIN, "spectrain", "the optimizer is AdamW"),

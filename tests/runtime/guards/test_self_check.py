@@ -103,6 +103,27 @@ def test_random_models_are_not_compared() -> None:
     assert losses[0] > 0
 
 
+class Noisy(nn.Module):
+    """Adds noise, as a diffusion model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(x + torch.randn_like(x)) - x).square().mean()
+
+
+def test_a_model_that_draws_noise_is_sent_to_verify() -> None:
+    """Which draws the same numbers in one process."""
+    workload = Workload(Noisy(), torch.randn(4, 4))
+    captured = capture(workload.module, workload.example)
+    chosen = even_plan(captured.graph, 1, 4)
+    pipeline = Pipeline(workload, chosen, captured=captured)
+    pipeline.step(torch.randn(4, 4))
+    assert "anabranch verify compares" in pipeline.gradient_verdict
+
+
 def test_the_check_leaves_a_loss_that_is_not_finite_to_the_step() -> None:
     """Both sides are NaN, which is not a difference between them."""
     model = built("Chain")

@@ -142,7 +142,8 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path} is no TOML file: {error}") from error
+        form = 'each line is key = value, and texts stand in quotes: model = "mymodel:workload"'
+        raise FileFormatError(f"{path} is no TOML file: {error}; {form}") from error
 
 
 def _known(context: typer.Context) -> dict[str, Any]:

@@ -171,8 +171,8 @@ def common_norm_remark(workload: Workload) -> str:
         "to wait for each other in every update, and their gradients of one mini-batch are not "
         "there at one time; take clip_stage_norm in its place, which clips the gradients of each "
         "stage by themselves: anabranch train run.toml --trust, where the file says "
-        f'model = "{workload.name or "MODEL"}", mode = "async" and clip-stage-norm = {norm:g}; or '
-        "train with --mode sync"
+        f'model = "{workload.name or "MODEL"}", mode = "async" and clip-stage-norm = {norm:g} '
+        "(other options, such as --plan, stay on the command line); or train with --mode sync"
     )
 
 

@@ -117,7 +117,8 @@ def compare_with_eager(
 
     if _any_random(worker, mesh):
         eager([(0, size)], is_first=True)
-        return "not compared: the model draws random numbers besides dropout"
+        drawn = "the model draws random numbers besides dropout"
+        return f"not compared: {drawn}; anabranch verify compares with the same ones"
     first = {name: leaf[:size] for name, leaf in leaves.items()}
     parameters = {
         n: p for n, p in captured.parameters().items() if mesh.rank in holders.parameters.get(n, ())
