@@ -98,17 +98,17 @@ def _export_once(
     wrapped: ReturnsLoss,
     leaves: list[torch.Tensor],
     reads: AttributesRead,
-    told: set[str],
+    shown_warnings: set[str],
     **options: Any,
 ) -> torch.export.ExportedProgram:
     is_own = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/graph/tracing/test_export")
     key = None if is_own else _key(wrapped, leaves, options)
-    if key is None or told:
-        return _export(wrapped, leaves, reads, told, **options)
+    if key is None or shown_warnings:
+        return _export(wrapped, leaves, reads, shown_warnings, **options)
     if key not in _made:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            exported = _export(wrapped, leaves, reads, told, **options)
+            exported = _export(wrapped, leaves, reads, shown_warnings, **options)
         for each in caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         if caught or _key(wrapped, leaves, options) != key:  # the forward changes the module

@@ -288,7 +288,7 @@ class Captured:
             first = self.programs.exporter
             exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
             exporter.moved |= first.moved
-            exporter.told = first.told
+            exporter.shown_warnings = first.shown_warnings
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 

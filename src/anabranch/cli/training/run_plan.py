@@ -29,11 +29,13 @@ def plan_of_run(
     options: ComputeOptions,
     flush: FlushSettings,
     compute: ComputeSettings,
+    *,
+    again: bool = False,
 ) -> tuple[Plan, WeightPolicy | str | None]:
     """Plan the job if it has no plan; return the plan as it will be executed, and a policy in place
     of the plan's, or None.
 
-    Whatever cannot run is refused as early as possible.
+    Whatever cannot run is refused as early as possible; ``again``, data has been read before.
     """
     from anabranch import launch
     from anabranch.runtime.data_feed import require_first_batch
@@ -57,10 +59,9 @@ def plan_of_run(
     has_rows = job.plan is not None and job.plan.sparse_embeddings
     if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
         require_recipe_updates(job.workload, job.captured.graph, sparse_embeddings=asks_for_rows)
-    if job.plan is None and not is_rank():  # or the ranks read it at once
-        what = job.captured, job.workload, job.batch_size(local)
+    if job.plan is None and not (again or is_rank()):  # ranks of torchrun would read it at once
         # In a process of its own, as ranks must not share the files that reading opens.
-        launch.run(require_first_batch, 1, *what)
+        launch.run(require_first_batch, 1, job.captured, job.workload, job.batch_size(local))
     search = partial(
         job.search,
         local,

@@ -131,7 +131,9 @@ def train(
         rows = job.plan.sparse_embeddings if rows is None else rows
         compute_as_before = replace(compute, sparse_embeddings=rows)
         job.plan, job.is_by_file = None, False
-        shown, policy = plan_of_run(job, fewer, asked, options, flush_as_before, compute_as_before)
+        shown, policy = plan_of_run(
+            job, fewer, asked, options, flush_as_before, compute_as_before, again=True
+        )
         special |= {"policy": policy} if is_async else {}
         if is_first:
             planned = len(before.devices)

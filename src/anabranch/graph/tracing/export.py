@@ -80,7 +80,7 @@ def export(
     module: ReturnsLoss,
     leaves: list[torch.Tensor],
     reads: AttributesRead,
-    told: set[str],
+    shown_warnings: set[str],
     *,
     dynamic: bool,
     works_with: int | None = None,
@@ -89,7 +89,7 @@ def export(
     """Export with a symbolic or fixed number of samples; a CaptureError names cause and remedy,
     which concern the number if the module ``works_with`` another one. Attributes that the forward
     reads are noted in ``reads``, arguments and results of the submodules ``preserve`` in the
-    exported program, and warnings in ``told``, each of which is given once.
+    exported program, and texts of warnings in ``shown_warnings``, as each is given once.
     """
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
@@ -143,8 +143,8 @@ def export(
             }
             for text, places in warned.items():
                 message = f"{', '.join(sorted(places))}: {text}"
-                if places and message not in told:
-                    told.add(message)
+                if places and message not in shown_warnings:
+                    shown_warnings.add(message)
                     warnings.warn(message, CaptureWarning, stacklevel=2)
             _name_listed_parameters(exported, module)
             reads.keep_buffers(inputs[i][0].removeprefix("module.") for i in asked)

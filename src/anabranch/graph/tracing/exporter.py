@@ -61,7 +61,7 @@ class Exporter:
         fixed: number of samples -> program that was exported for this number alone.
         reads: attributes that its forward reads in Python.
         moved: names of the buffers that it changes, here or in an earlier capture of the module.
-        told: warnings given, likewise.
+        shown_warnings: texts of warnings that a user has seen, likewise.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Exporter:
         self.rewrites: Sequence[Rewrite] = rewrites
         self.refusals: Sequence[str] = ()
         self.moved: set[str] = set()
-        self.told: set[str] = set()
+        self.shown_warnings: set[str] = set()
         self._wrapped = ReturnsLoss(module, layout.rebuild)
         self._names = _first_names(module)
         self._tensors: dict[PlaceholderSource, torch.Tensor] = {
@@ -129,7 +129,7 @@ class Exporter:
     def _run(self, samples: int, **options: Any) -> torch.export.ExportedProgram:
         leaves = self.layout.resized(samples, self.device)
         mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
-        trace = partial(export, self._wrapped, leaves, self.reads, self.told, **options)
+        trace = partial(export, self._wrapped, leaves, self.reads, self.shown_warnings, **options)
         with mode, in_one_process(), place:
             try:
                 return trace()

@@ -37,11 +37,11 @@ from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.prices import ROUNDING
 
 BREADTH = 4
-"""Of all states with as many devices in use, this many times as many suffixes are kept per cut as
-of one state: how the machines are filled matters less than how many devices are left."""
+"""Suffixes that are kept per cut, of all states with the same number of devices in use, as a
+multiple of those of one state: how machines are filled matters less than how many are left."""
 
 CHUNK = 50_000
-"""Suffixes that wait for a choice of the best, about; each takes 152 bytes."""
+"""Suffixes that are collected before the best are chosen, about; each takes 152 bytes."""
 
 Labels = Any
 """A ``numpy.recarray`` of suffixes: fields of ``LABEL`` and of ``Suffix`` as attributes."""
