@@ -178,11 +178,14 @@ def test_properties_of_links(data: st.DataObject) -> None:
         ("dapple-a:2x8", 16, "v100", 16 * GIB, 3.125 * GB),
         ("dapple-b:16", 16, "v100", 16 * GIB, 3.125 * GB),
         ("dapple-c:16", 16, "v100", 16 * GIB, 1.25 * GB),
+        ("dgx-a100:2x8", 16, "a100", 80 * GB, 25 * GB),
         ("dgx-h100:4x8", 32, "h100", 80 * GB, 50 * GB),
+        ("dgx-h200:2x8", 16, "h200", 141 * GB, 50 * GB),
+        ("dgx-b200:2x8", 16, "b200", 180 * GB, 50 * GB),
     ],
 )
 def test_presets(text: str, devices: int, device: str, memory: int, across: float) -> None:
-    """Sizes are NODESxDEVICES; the figures are those of the papers' sections on hardware."""
+    """Sizes are NODESxDEVICES; the figures are those of papers and data sheets."""
     cluster = Cluster.preset(text)
     assert cluster.name == text
     assert cluster.num_devices == devices

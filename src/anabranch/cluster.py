@@ -364,8 +364,11 @@ PRESETS: dict[str, tuple[str, Callable[..., Cluster]]] = {
     "dapple-a": ("NODESxDEVICES", _nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6)),
     "dapple-b": ("N", _nodes("v100", 16 * GIB, 45 * GB, 25 / 8 * GB, 30e-6)),
     "dapple-c": ("N", _nodes("v100", 16 * GIB, 45 * GB, 10 / 8 * GB, 30e-6)),
-    # NVIDIA's data sheet: 8 H100 with 80 GB, 450 GB/s of NVLink each way, 8 network cards of 400
-    # Gb/s per node.
+    # NVIDIA's data sheets: bandwidth of NVLink each way, 8 network cards per node, of 200 Gb/s with
+    # A100 and of 400 Gb/s with the others.
+    "dgx-a100": ("NODESxDEVICES", _nodes("a100", 80 * GB, 300 * GB, 25 * GB, 10e-6, cards=8)),
     "dgx-h100": ("NODESxDEVICES", _nodes("h100", 80 * GB, 450 * GB, 50 * GB, 10e-6, cards=8)),
+    "dgx-h200": ("NODESxDEVICES", _nodes("h200", 141 * GB, 450 * GB, 50 * GB, 10e-6, cards=8)),
+    "dgx-b200": ("NODESxDEVICES", _nodes("b200", 180 * GB, 900 * GB, 50 * GB, 10e-6, cards=8)),
 }
 """Name -> the numbers that follow its colon, and a function that builds the cluster from them."""

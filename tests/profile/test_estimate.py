@@ -214,10 +214,10 @@ def test_tables_with_sparse_gradients_are_estimated() -> None:
 
 def test_device_and_precision_matter(towers: Captured) -> None:
     """Newer devices are faster; TF32 changes nothing on a V100, which has none."""
-    v100, a100, h100 = (
-        step_s(estimate(towers, d, (4096,)), 4096) for d in ("v100", "a100", "h100")
+    v100, a100, h100, h200, b200 = (
+        step_s(estimate(towers, d, (4096,)), 4096) for d in ("v100", "a100", "h100", "h200", "b200")
     )
-    assert v100 > a100 > h100
+    assert v100 > a100 > h100 > h200 > b200
     tf32 = estimate(towers, "v100", (4096,), precision="tf32")
     assert step_s(tf32, 4096) == pytest.approx(v100)
     assert step_s(estimate(towers, "h100", (4096,), precision="tf32"), 4096) < h100

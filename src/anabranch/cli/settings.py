@@ -66,7 +66,7 @@ def _options_alone(values: list[str] | None) -> list[str] | None:
 Device = Annotated[
     str | None,
     typer.Option(
-        help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate "
+        help=f"cpu or {USUAL}: measure here; v100, a100, h100, h200 or b200: estimate "
         "[default: the cluster's]."
     ),
 ]

@@ -90,7 +90,8 @@ def _flops(float64: float, float32: float, **others: float) -> Mapping[str, floa
 
 _AMPERE = _flops(9.7, 19.5, tf32=156, float16=312, bfloat16=312)
 _HOPPER = _flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5)
-"""Operations per second of H100 and H200; of tensor cores without sparsity, half of the sheet's."""
+_BLACKWELL = _flops(40, 80, tf32=1100, float16=2250, bfloat16=2250)
+"""Operations per second; of tensor cores without sparsity, half of what some sheets print."""
 
 DATA_SHEETS: Mapping[str, DataSheet] = {
     sheet.name: sheet
@@ -101,6 +102,7 @@ DATA_SHEETS: Mapping[str, DataSheet] = {
         DataSheet("a100", _AMPERE, 2039 * GB, 108, 4e-6),
         DataSheet("h100", _HOPPER, 3350 * GB, 132, 3.5e-6),
         DataSheet("h200", _HOPPER, 4800 * GB, 132, 3.5e-6),
+        DataSheet("b200", _BLACKWELL, 8000 * GB, 148, 3.5e-6),
     )
 }
 """Kind of device, as in ``Cluster.device`` -> its data sheet."""

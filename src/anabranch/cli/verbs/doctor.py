@@ -35,7 +35,7 @@ def doctor(
         cluster: Cluster of the first plan: a preset, local:2 for two ranks here, or a file. The
             default is an example, with times from a data sheet.
         batch_size: Samples of one step [default: the DataLoader's, or 32].
-        device: v100, a100, h100 or h200: device whose data sheet gives the seconds.
+        device: v100, a100, h100, h200 or b200: device whose data sheet gives the seconds.
     """
     from anabranch.files import plan_to_dict
 

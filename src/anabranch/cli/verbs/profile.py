@@ -17,7 +17,10 @@ from anabranch.device.kinds import USUAL
 def profile(
     model: EstimatedModelSettings,
     device: Annotated[
-        str, typer.Option(help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate.")
+        str,
+        typer.Option(
+            help=f"cpu or {USUAL}: measure here; v100, a100, h100, h200 or b200: estimate."
+        ),
     ] = "cpu",
     samples: str | None = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
