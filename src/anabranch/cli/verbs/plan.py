@@ -31,7 +31,7 @@ from anabranch.cli.rewriting import named_rewrites
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
-from anabranch.plans.plan import BASELINE_NAMES, Plan, gain_text, is_as_fast, time_text
+from anabranch.plans.plan import BASELINE_NAMES, CHAINS, Plan, gain_text, is_as_fast, time_text
 
 if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
@@ -223,7 +223,7 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
 
     The chains are the sequential pipeline, with replicas and without, and what the search finds.
     """
-    chains = [name for name in others if name not in ("from", "data-parallel")]
+    chains = [name for name in others if name in CHAINS]
     plans = plans_among(others)
     planned = [name for name in chains if name in plans]
     best = min(planned, key=lambda name: plans[name].figures.step_s, default="")
@@ -285,6 +285,8 @@ def faster(
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     if not name or not _is_faster(plans[name], ours):
         return ""
+    if name == "one device":
+        return "one device is faster than this plan: plan for a cluster of one"
     from anabranch.solve import BASELINES
 
     options = " ".join(
