@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
-from anabranch.plans.plan import CHAINS
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from anabranch.weights import OptimizerFacts
 
 _Key = TypeVar("_Key")
+
+CHAINS = ("sequential", "straight sequential", "chain")
+"""Baselines whose stages are in a row."""
 
 
 class Contender(NamedTuple):

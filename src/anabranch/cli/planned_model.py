@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.comparison import (
+    CHAINS,
     STALENESS_WORDS,
     plan_or_error,
     plans_among,
@@ -17,7 +18,7 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import print_table, say
 from anabranch.errors import AnabranchError
-from anabranch.plans.plan import BASELINE_NAMES, CHAINS, Plan, gain_text, is_as_fast, time_text
+from anabranch.plans.plan import BASELINE_NAMES, Plan, gain_text, is_as_fast, time_text
 
 if TYPE_CHECKING:
     from anabranch.profile.profile import Profile

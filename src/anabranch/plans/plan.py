@@ -109,9 +109,6 @@ BASELINE_NAMES = {
 }
 """Name of a baseline in files -> its name in words."""
 
-CHAINS = ("sequential", "straight sequential", "chain")
-"""Baselines whose stages are in a row."""
-
 
 def is_as_fast(other_s: float, step_s: float) -> bool:
     """Return True if two steps are equal to a reader: their ratio is 1 to two decimals."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.cli import torchrun
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
+from anabranch.cli.compiling import begin_compiling
 from anabranch.cli.parsing import powers_of_two, usage
-from anabranch.cli.progress import announce, begin_compiling, measured
+from anabranch.cli.progress import announce, measured
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster

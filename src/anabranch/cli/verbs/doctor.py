@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.clusters import read_cluster
+from anabranch.cli.compiling import begin_compiling
 from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
-from anabranch.cli.progress import begin_compiling
 from anabranch.cli.settings import TrainedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Precision

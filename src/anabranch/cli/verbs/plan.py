@@ -13,10 +13,11 @@ import typer
 from anabranch.cli import settings
 from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import interrupted, noting_baselines, plans_among
+from anabranch.cli.compiling import begin_compiling
 from anabranch.cli.output import in_json, note, print_json, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.planned_model import PlannedModel, flush_text
-from anabranch.cli.progress import announce, begin_compiling
+from anabranch.cli.progress import announce
 from anabranch.cli.rewriting import named_rewrites
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
