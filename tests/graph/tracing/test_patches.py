@@ -334,3 +334,11 @@ def test_collection_of_garbage_is_rare_inside_and_as_before_outside() -> None:
             assert gc.get_threshold() == (own, 10, 10)
     finally:
         gc.set_threshold(*before)
+
+
+def test_a_name_that_a_library_no_longer_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are for private functions, which other versions may lack."""
+    monkeypatch.delattr(torch.nn.modules.transformer, "_detect_is_causal_mask")
+    with library_rules():
+        assert not hasattr(torch.nn.modules.transformer, "_detect_is_causal_mask")
+    assert not hasattr(torch.nn.modules.transformer, "_detect_is_causal_mask")

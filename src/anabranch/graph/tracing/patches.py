@@ -349,8 +349,11 @@ def library_rules(*, dynamic: bool = True) -> contextlib.AbstractContextManager[
     """Inside, library code can be traced that says otherwise what it means. A trace that is not
     ``dynamic``, of one number of samples, has the calls of those of others.
     """
-    loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
-    rules: list[tuple[Any, str, Any]] = [(owner, k, make(owner)) for owner, k, make in loaded]
+    loaded = [(sys.modules.get(name), key, make) for name, key, make in _RULES]
+    # Other versions of a library may not have a name.
+    rules: list[tuple[Any, str, Any]] = [
+        (owner, key, make(owner)) for owner, key, make in loaded if hasattr(owner, key)
+    ]
     for name, call in (("masked_select", _masked_select), ("bincount", _bincount)):
         rules += [(owner, name, call) for owner in (torch, torch.Tensor)]
     rules += [] if dynamic else [(torch.Tensor, "contiguous", _contiguous)]
