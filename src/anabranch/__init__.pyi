@@ -32,5 +32,6 @@ from anabranch.solve import simulate as simulate
 from anabranch.timeline import Timeline as Timeline
 from anabranch.training import train as train
 from anabranch.training import train_async as train_async
+from anabranch.training.planning import plan_workload as plan_workload
 from anabranch.verification import verify as verify
 from anabranch.workload import Workload as Workload

@@ -9,8 +9,10 @@ import termios
 
 import pytest
 
-from anabranch.cli.progress import TrainingProgress, progress_bar
+from anabranch.cli.progress import OtherLoad, TrainingProgress, measured, progress_bar
+from anabranch.graph.capture import capture_workload
 from anabranch.training import EvaluationEvent, LookEvent, PlanEvent, StepEvent
+from tests.cli.models import towers
 from tests.record.test_folder import PLAN
 
 
@@ -153,3 +155,14 @@ def test_a_terminal_without_an_end_has_no_bar():
         r"step \d+ loss 0\.4321  0:\d\d passed  2,065 samples/s  31.00 ms, predicted 30.00",
         on_terminal(80, None)[-1],
     )
+
+
+@pytest.mark.parametrize(("share", "is_noted"), [(0.05, False), (0.5, True)])
+def test_a_profile_of_a_busy_machine_is_noted(share, is_noted, monkeypatch, capsys):
+    """Its seconds, and with them the plan, change from one run to the next."""
+    monkeypatch.setattr(OtherLoad, "share", lambda self: share)
+    monkeypatch.setattr(OtherLoad, "cores", lambda self: 2 * share)
+    job = towers()
+    measured(job, (2,), capture_workload(job), "cpu", "towers")
+    noted = f"others kept {2 * share:.1f} of the {os.cpu_count()} cores busy while towers was"
+    assert (noted in capsys.readouterr().err) is is_noted

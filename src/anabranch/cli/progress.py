@@ -12,7 +12,11 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from anabranch.calibration.machine import OtherLoad
 from anabranch.cli import torchrun
+from anabranch.cli.output import note
+from anabranch.cluster import BUSY
+from anabranch.device.kinds import CPU
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -58,13 +62,20 @@ def announce(what: str) -> None:
 def measured(
     workload: Workload, samples: tuple[int, ...], captured: Captured, device: str, model: str
 ) -> Profile:
-    """Time the operators of a workload here, with a progress bar."""
+    """Time the operators of a workload here, with a progress bar; note if others compute, too."""
     from anabranch.runtime.measurement.workload import measure_workload
 
+    load, cores = OtherLoad(), os.cpu_count() or 1
     with progress_bar(f"measuring {model} on {device}") as progress:
-        return measure_workload(
+        profile = measure_workload(
             workload, samples, captured=captured, device=device, progress=progress
         )
+    if device == CPU and load.share() > BUSY:
+        note(
+            f"others kept {load.cores():.1f} of the {cores} cores busy while {model} was measured: "
+            "by seconds of a quiet machine the plan may be another one"
+        )
+    return profile
 
 
 def begin_compiling(planner: str) -> None:

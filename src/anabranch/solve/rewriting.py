@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from anabranch.cost import CostModel
+from anabranch.errors import CaptureError, InfeasiblePlanError
 from anabranch.plans.plan import AS_WRITTEN, Plan
 from anabranch.profile.profile import Profile
 from anabranch.solve.bound import least_s_per_sample
 from anabranch.solve.settings import SETTINGS
+
+TOO_LARGE = ("table-split=4", "tensor-split=4")
+"""Rewrites that are also tried if no plan of the model as it is written fits."""
 
 
 def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
@@ -65,3 +71,111 @@ def gain_note(written: Plan, rewritten: Plan) -> str:
     """Return words for the gain of rewrites in the step."""
     written_s, step_s = written.figures.step_s, rewritten.figures.step_s
     return f"{written_s / step_s:.2f}x against {written_s * 1e3:.2f} ms {AS_WRITTEN}"
+
+
+@dataclass
+class TriedRewrites:
+    """Plans of one model, as it is written and with rewrites.
+
+    Attributes:
+        costs: profile of the model as it is written.
+        written: plan of the model as it is written; None where nothing fits.
+        plans: rewrites, joined by commas -> their plan, and the profile that it rests on.
+        errors: rewrites -> why there is no plan.
+    """
+
+    costs: Profile
+    written: Plan | None = None
+    plans: dict[str, tuple[Plan, Profile]] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Plan | None:
+        """The plan to take, if there is any."""
+        return choose_rewrite(self.written, [plan for plan, _ in self.plans.values()])
+
+    def origin(self, plan: Plan) -> tuple[tuple[str, ...], Profile]:
+        """The rewrites and the profile of a plan."""
+        for names, (other, profile) in self.plans.items():
+            if other is plan:
+                return tuple(names.split(",")), profile
+        return (), self.costs
+
+    def document(self) -> dict[str, Any]:
+        """Return the step of each rewrite that was tried, or why it has no plan."""
+        if not self.plans and not self.errors:
+            return {}
+        tried: dict[str, Any] = {
+            n: {"step_s": p.figures.step_s} for n, (p, _) in self.plans.items()
+        }
+        tried |= {name: {"error": str(error)} for name, error in self.errors.items()}
+        written_s = None if self.written is None else self.written.figures.step_s
+        return {"rewrites_tried": tried, "as_written_step_s": written_s}
+
+    def lines(self) -> Iterator[str]:
+        """A line for each rewrite that was tried and is not in the best plan."""
+        best = self.best
+        for name, (plan, _) in self.plans.items():
+            if plan is not best:
+                gain = "" if self.written is None else f", {gain_note(self.written, plan)}"
+                yield f"rewrite {name}: {plan.figures.step_s * 1e3:.2f} ms a step{gain}; not taken"
+        for name, error in self.errors.items():
+            yield f"rewrite {name}: none, {error}"
+
+
+def plan_with_rewrites(
+    costs: Profile,
+    profile_of: Callable[[tuple[str, ...]], Profile],
+    search: Callable[[Profile], Plan],
+    *,
+    tries: bool = True,
+    announce: Callable[[str], None] = lambda text: None,
+) -> TriedRewrites:
+    """Plan a model as it is written and, if asked to, with each rewrite that may make its step
+    shorter: first those of joins; then, on top of the best, those of tables that hold up the step.
+
+    Args:
+        costs: profile of the model as it is written. If nothing fits, ``TOO_LARGE`` are tried as
+            well; no rewrite is tried if the model's optimizer needs whole parameters.
+        profile_of: returns the profile of the model with rewrites.
+        tries: whether to try rewrites.
+        announce: called with a text on what begins.
+
+    Raises:
+        InfeasiblePlanError: if no plan fits.
+    """
+    tried, failure, whole = TriedRewrites(costs), None, costs.graph.whole_parameters
+    whole_only = InfeasiblePlanError(
+        f"{', '.join(costs.graph.rewrites) or 'it'} cuts parameters, and the optimizer of the "
+        "model is not known to treat each element of them alone, as SGD, Adam, AdamW and Adagrad do"
+    )
+    if whole and costs.graph.rewrites:
+        raise whole_only
+
+    def attempt(*names: str) -> None:
+        key = ",".join(names)
+        announce(f"trying rewrite {key}")
+        try:
+            rewritten = profile_of(names)
+            announce(f"planning with rewrite {key}")
+            tried.plans[key] = search(rewritten), rewritten
+        except (CaptureError, InfeasiblePlanError) as error:
+            tried.errors[key] = error
+
+    try:
+        tried.written = search(costs)
+    except InfeasiblePlanError as error:
+        failure = error
+    if tries and whole:
+        tried.errors, tries = dict.fromkeys(costs.graph.rewritable, whole_only), False
+    if tries and not (tried.written is not None and tried.written.interrupted):
+        for name in (*costs.graph.rewritable, *(() if tried.written else TOO_LARGE)):
+            attempt(name)
+        best = tried.best
+        if best is not None and not best.interrupted:
+            names, profile = tried.origin(best)
+            for name in splits_of_tables(best, profile):
+                attempt(*names, name)
+    if failure is not None and tried.best is None:
+        raise failure
+    return tried

@@ -212,7 +212,7 @@ def test_what_is_wrong_with_any_model_is_refused_before_the_model_is_loaded(
 def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
     """Loading, planning, and what ranks do before they train, take seconds each."""
     said: list[str] = []
-    for module in ("verbs.train", "training.job", "training.local_run", "rewriting"):
+    for module in ("verbs.train", "training.job", "training.local_run", "verbs.plan"):
         monkeypatch.setattr(f"anabranch.cli.{module}.announce", said.append)
     assert run(*PIPELINE, "--steps", "1", "--precision", "bf16")[0] == 0
     assert said == [
@@ -223,7 +223,11 @@ def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
     said.clear()
     where = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
     assert run("plan", TOWERS, *where)[0] == 0
-    assert said == ["trying rewrite join-split", "planning with rewrite join-split"]
+    assert said == [
+        "planning for 2 devices",
+        "trying rewrite join-split",
+        "planning with rewrite join-split",
+    ]
 
 
 @pytest.mark.dist

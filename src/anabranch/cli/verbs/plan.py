@@ -27,7 +27,7 @@ from anabranch.cli.comparison import (
 from anabranch.cli.output import in_json, note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import announce, begin_compiling
-from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
+from anabranch.cli.rewriting import named_rewrites
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
@@ -124,8 +124,12 @@ def plan(
     began = time.monotonic()
     announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}")
     try:
-        tried = plan_with_rewrites(
-            source, costs, lambda other: costs_of(other)[0], searched, tries=fixed is None
+        tried = solve.plan_with_rewrites(
+            costs,
+            lambda names: costs_of(replace(source, rewrites=names, batch_size=None))[0],
+            searched,
+            tries=fixed is None,
+            announce=announce,
         )
     except InvalidPlanError as error:
         if start_plan is None:

@@ -1,0 +1,80 @@
+"""A plan for a workload in one call: captured, measured or estimated, rewritten where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from anabranch.cluster import Cluster
+from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
+from anabranch.graph.capture import capture_to_plan
+from anabranch.graph.opgraph import Granularity, Precision
+from anabranch.plans.plan import Plan
+from anabranch.profile.estimate import estimate
+from anabranch.profile.profile import Profile
+from anabranch.runtime.measurement.workload import measure_workload
+from anabranch.runtime.state.optimizer_facts import optimizer_of
+from anabranch.solve import gain_note, plan, plan_with_rewrites
+from anabranch.workload import Workload
+
+
+def plan_workload(
+    workload: Workload,
+    cluster: Cluster,
+    batch_size: int | None = None,
+    *,
+    device: str | None = None,
+    precision: Precision | None = None,
+    granularity: Granularity = "layer",
+    rewrites: Sequence[str] | None = None,
+    **options: Any,
+) -> Plan:
+    """Capture a workload and find the plan with the shortest simulated step, as the command
+    ``plan`` does.
+
+    Args:
+        batch_size: samples of a step; by default those of the workload's data.
+        device: where operators are measured, ``cpu`` or a GPU that is here, or the data sheet by
+            which they are estimated; by default the cluster's device.
+        precision: ``bf16`` or ``fp16`` for a plan under autocast.
+        granularity: see ``capture``.
+        rewrites: rewrites of the model, such as ``join-split``; an empty list for none. By default
+            those that make the step shorter are tried. Not for mode ``async``.
+        options: further options of ``plan``.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+        InfeasiblePlanError: if nothing fits the devices.
+        ValueError: without a number of samples; for other errors see ``plan``.
+    """
+    size, where = batch_size or workload.batch_size, device or cluster.device
+    if not size:
+        raise ValueError(
+            "the workload's data does not say how many samples a batch has; give batch_size"
+        )
+    is_async = options.get("mode") == "async"
+    if is_async:
+        options = {"optimizer": optimizer_of(workload), **options}
+    counts = sorted({1 << i for i in range(size.bit_length())} | {size})
+
+    def profile_of(names: Sequence[str]) -> Profile:
+        captured = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))
+        kind = where.split(":")[0]
+        is_here = kind in (CPU, *ACCELERATORS)
+        captured = captured.under_autocast(precision, kind if is_here else USUAL)
+        if is_here:
+            return measure_workload(workload, counts, captured=captured, device=where)
+        return estimate(captured, where, counts)
+
+    def search(profile: Profile) -> Plan:
+        return plan(profile, cluster, size, **{"model": workload.name, **options})
+
+    tried = plan_with_rewrites(
+        profile_of(rewrites or ()), profile_of, search, tries=rewrites is None and not is_async
+    )
+    assert tried.best is not None
+    if tried.written is None or tried.best is tried.written:
+        return tried.best
+    notes = (*tried.best.notes, gain_note(tried.written, tried.best))
+    return replace(tried.best, notes=notes)
