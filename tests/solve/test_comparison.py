@@ -30,6 +30,17 @@ def test_steps_are_those_of_the_plans(problem):
     assert chains[0].figures.step_s == pytest.approx(found.figures.step_s)
 
 
+def test_one_device_does_all_of_the_work():
+    """Three seconds a sample for each of two operators; none where the cluster has only one."""
+    cost = cost_model(chain(2), [1.0] * 2, [2.0] * 2, cluster(2))
+    best = plan(cost.profile, cost.cluster, 8, planner="sequential", improve=False)
+    others = dict(baselines(best, cost.profile, cost.cluster, names=["one device"]))
+    assert isinstance(alone := others["one device"], Plan)
+    assert alone.figures.step_s == pytest.approx(8 * 2 * 3.0)
+    assert alone.stage_graph.devices == (0,)
+    assert not dict(baselines(best, cost.profile, cluster(1), names=["one device"]))
+
+
 @pytest.mark.parametrize(("seen", "left"), [(0, 1), (1, 1), (2, 2)])
 def test_an_interrupt_leaves_out_the_rest(problem, monkeypatch, seen, left):
     """Ctrl-C in the search for one of them ended that search alone. Data parallelism, which comes

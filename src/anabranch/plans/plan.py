@@ -105,8 +105,12 @@ BASELINE_NAMES = {
     "sequential": "the sequential pipeline",
     "straight sequential": "the sequential pipeline without replicas",
     "chain": "the best chain",
+    "one device": "one device",
 }
 """Name of a baseline in files -> its name in words."""
+
+CHAINS = ("sequential", "straight sequential", "chain")
+"""Baselines whose stages are in a row."""
 
 
 def is_as_fast(other_s: float, step_s: float) -> bool:

@@ -18,7 +18,7 @@ from anabranch.solve.faults import check_plan as check_plan
 from anabranch.solve.planner_options import options_of as options_of
 from anabranch.solve.policy_choice import auto_policy as auto_policy
 from anabranch.solve.policy_choice import check_mode as check_mode
-from anabranch.solve.rewriting import gain_note as gain_note
+from anabranch.solve.rewriting import TriedRewrites as TriedRewrites
 from anabranch.solve.rewriting import plan_with_rewrites as plan_with_rewrites
 from anabranch.solve.schedule_choice import AUTO as AUTO
 from anabranch.solve.search import plan as plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
     "sequential": {"planner": "sequential", "max_replicas": None},
     "straight sequential": {"planner": "sequential", "max_replicas": 1},
     "chain": {"planner": "chain", "max_replicas": None, "planner_options": {"evaluations": 5_000}},
+    "one device": {"planner": "data-parallel", "max_replicas": None},
 }
 """Name -> options of its search that replace the plan's. All but the straight pipeline may have
 replicas even where the plan may not: with one stage the best chain is data parallelism. With all
@@ -152,8 +154,9 @@ def baselines(
     optimizer: OptimizerFacts | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
-    """Generate baselines: data parallelism and sequential plans, not improved by simulation, and an
-    improved chain. An interrupt (Ctrl-C) leaves out the rest, and reaches the caller.
+    """Generate baselines: data parallelism and sequential plans, not improved by simulation, an
+    improved chain and, with a flush, the model on one device of several. An interrupt (Ctrl-C)
+    leaves out the rest, and reaches the caller.
 
     Args:
         best: plan to compare with the baselines.
@@ -164,10 +167,14 @@ def baselines(
         Name, and the plan or the error that says why there is none.
     """
     same = {"model": best.model, "mode": best.mode, "policy": best.policy, "optimizer": optimizer}
+    one = replace(cluster, levels=tuple(replace(level, size=1) for level in cluster.levels))
     for name in names:
+        is_one = name == "one device"
+        if is_one and (best.mode == "async" or cluster.num_devices == 1):
+            continue
         asked = {**options, **same, **BASELINES[name], "improve": name == "chain"}
         try:
-            other = plan(profile, cluster, best.stage_graph.batch_size, **asked)
+            other = plan(profile, one if is_one else cluster, best.stage_graph.batch_size, **asked)
         except AnabranchError as error:
             yield name, error
             continue

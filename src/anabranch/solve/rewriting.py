@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anabranch.cost import CostModel
@@ -93,6 +93,13 @@ class TriedRewrites:
     def best(self) -> Plan | None:
         """The plan to take, if there is any."""
         return choose_rewrite(self.written, [plan for plan, _ in self.plans.values()])
+
+    def chosen(self) -> Plan:
+        """Return the plan to take, with a note on the gain of its rewrites."""
+        assert self.best is not None
+        if self.written is None or self.best is self.written:
+            return self.best
+        return replace(self.best, notes=(*self.best.notes, gain_note(self.written, self.best)))
 
     def origin(self, plan: Plan) -> tuple[tuple[str, ...], Profile]:
         """The rewrites and the profile of a plan."""

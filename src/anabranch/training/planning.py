@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from anabranch.cluster import Cluster
@@ -15,7 +14,7 @@ from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.runtime.measurement.workload import measure_workload
 from anabranch.runtime.state.optimizer_facts import optimizer_of
-from anabranch.solve import gain_note, plan, plan_with_rewrites
+from anabranch.solve import plan, plan_with_rewrites
 from anabranch.workload import Workload
 
 
@@ -73,8 +72,4 @@ def plan_workload(
     tried = plan_with_rewrites(
         profile_of(rewrites or ()), profile_of, search, tries=rewrites is None and not is_async
     )
-    assert tried.best is not None
-    if tried.written is None or tried.best is tried.written:
-        return tried.best
-    notes = (*tried.best.notes, gain_note(tried.written, tried.best))
-    return replace(tried.best, notes=notes)
+    return tried.chosen()

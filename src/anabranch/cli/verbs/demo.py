@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.output import in_json, print_json
+from anabranch.cli.planned_model import gain
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
@@ -24,7 +25,6 @@ from anabranch.cli.training.preflight import require_new_run
 from anabranch.cli.training.run_results import keep_run
 from anabranch.cli.training.training_settings import TrainingSettings
 from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows, is_calibrated
-from anabranch.cli.verbs.plan import gain
 from anabranch.plans.plan import Plan, time_text
 
 if TYPE_CHECKING:

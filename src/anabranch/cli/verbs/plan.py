@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,25 +12,16 @@ import typer
 
 from anabranch.cli import settings
 from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
-from anabranch.cli.comparison import (
-    STALENESS_WORDS,
-    interrupted,
-    noting_baselines,
-    plan_or_error,
-    plans_among,
-    ratio,
-    staleness_document,
-    staleness_of,
-    staleness_table,
-)
-from anabranch.cli.output import in_json, note, print_json, print_table, say, say_written
+from anabranch.cli.comparison import interrupted, noting_baselines, plans_among
+from anabranch.cli.output import in_json, note, print_json, say_written
 from anabranch.cli.parsing import named_values, usage
+from anabranch.cli.planned_model import PlannedModel, flush_text
 from anabranch.cli.progress import announce, begin_compiling
 from anabranch.cli.rewriting import named_rewrites
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
-from anabranch.plans.plan import BASELINE_NAMES, Plan, gain_text, is_as_fast, time_text
+from anabranch.plans.plan import Plan
 
 if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
@@ -80,9 +70,7 @@ def plan(
             a chain. The plan of --from is one of them.
     """
     from anabranch import solve
-    from anabranch.files import load_plan, plan_to_dict, save_plan
-    from anabranch.graph.loss_kinds import loss_notes
-    from anabranch.schedule import glossary
+    from anabranch.files import load_plan, save_plan
     from anabranch.solve.planner_options import planner_with
 
     options = named_values([*(planner_option or ()), *([f"shape={shape}"] if shape else ())])
@@ -141,10 +129,8 @@ def plan(
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
     assert tried.best is not None
-    chosen, (_, costs) = tried.best, tried.origin(tried.best)
-    best = replace(chosen, options=source.recorded())
-    if tried.written is not None and chosen is not tried.written:
-        best = replace(best, notes=(*best.notes, solve.gain_note(tried.written, best)))
+    costs = tried.origin(tried.best)[1]
+    best = replace(tried.chosen(), options=source.recorded())
     if start_plan is not None:
         note_other_model(start_plan, costs.graph)
     if model.file is not None:
@@ -183,116 +169,9 @@ def plan(
         seconds = {name: other.figures.step_s for name, other in plans_among(others).items()}
         limit = why.limit if why is not None else ""
         save_plan(noting_baselines(best, seconds, limit), model.file)
-    document = plan_to_dict(best) | source.facts
-    document |= {"rewrites": list(best.rewrites), **tried.document()}
-    document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
-    document["gain"] = {
-        name: ratio(other.figures.step_s, best.figures.step_s)
-        for name, other in plans_among(others).items()
-    }
-    if why is not None:
-        document["explanation"] = why.to_dict()
-    document["loss_kind"] = costs.graph.loss_kind
-    document["normalised"] = list(costs.graph.normalised)
-    document["stateful"] = list(costs.graph.stateful)
-    if best.mode == "async":
-        document["optimizer"] = optimizer.name if optimizer is not None else None
-    print_json(document | staleness_document(best, optimizer))
-    lines = [*gains(others, best), faster(others, best, planning.max_replicas), flushed]
-    say(best.summary([line for line in lines if line]))
-    say(glossary(best))
-    for sentence in loss_notes(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
-        say(sentence)
-    if best.mode == "async":
-        print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
-        say(STALENESS_WORDS)
-    say(
-        f"planned in {planned_s:.1f} s, of which the search that found this plan took "
-        f"{best.search_s:.3f} s, its simulation {best.simulate_s:.3f} s and improvement "
-        f"{best.improve_s:.3f} s"
+    result = PlannedModel(
+        best, costs, tried, others, why, optimizer, planned_s, flushed, planning.max_replicas
     )
-    for line in tried.lines():
-        say(line)
-    if why is not None:
-        say(why.summary())
+    print_json(result.document() | source.facts)
+    result.say()
     say_written(model.file)
-
-
-def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[str]:
-    """Generate lines that compare a plan with another start, data parallelism and the best chain.
-
-    The chains are the sequential pipeline, with replicas and without, and what the search finds.
-    """
-    chains = [name for name in others if name not in ("from", "data-parallel")]
-    plans = plans_among(others)
-    planned = [name for name in chains if name in plans]
-    best = min(planned, key=lambda name: plans[name].figures.step_s, default="")
-    for name, other in others.items():
-        if name in chains and best not in ("", name):
-            continue
-        if isinstance(other, AnabranchError):
-            yield f"{BASELINE_NAMES[name]} has no plan: {other}"
-        elif name == best and ours.stage_graph.shape == "chain" and _is_faster(ours, other):
-            # Found with more evaluations, or on fewer devices.
-            yield f"{BASELINE_NAMES['chain']} is this plan"
-        elif name == best and name != "chain":
-            yield f"{gain(name, other, ours)}, the best chain of stages"
-        else:
-            yield gain(name, other, ours)
-
-
-def gain(name: str, other: Plan, ours: Plan) -> str:
-    """One line that compares a plan with a baseline."""
-    step_s, graph, own_s = other.figures.step_s, other.stage_graph, ours.figures.step_s
-    if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
-        return f"{BASELINE_NAMES[name]} is this plan"
-    times, taken = gain_text(name, step_s, own_s, ours.mode), time_text(step_s)
-    if taken == time_text(own_s) and not times.startswith("as fast as"):
-        taken = f"{time_text(step_s, 3)} against {time_text(own_s, 3)}"
-    return (
-        f"{times} ({taken}, "
-        f"depth {graph.depth}, micro-batch {graph.stages[0].microbatch_size}, {other.schedule})"
-    )
-
-
-def flush_text(flushed: Mapping[str, Plan | AnabranchError]) -> str:
-    """Name the time of synchronous baselines, and say how to plan with a flush."""
-    seconds = {
-        BASELINE_NAMES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
-    }
-    how = "the same command without --mode async plans steps with a flush"
-    if not seconds:
-        return how
-    steps = " and ".join(f"{name} takes {time_text(step_s)}" for name, step_s in seconds.items())
-    return f"with a flush, {steps} per batch: {how}"
-
-
-def _is_faster(plan: Plan, other: Plan) -> bool:
-    """Return True if a step is shorter than another plan's, by more than counts as equal."""
-    step_s, other_s = plan.figures.step_s, other.figures.step_s
-    return step_s < other_s and not is_as_fast(other_s, step_s)
-
-
-def faster(
-    others: Mapping[str, Plan | AnabranchError], ours: Plan, limit: int | None = None
-) -> str:
-    """Return a line on the best baseline, if that is better than our plan.
-
-    Args:
-        limit: most replicas of a stage that our plan may have; baselines have no limit.
-    """
-    plans = {name: other for name, other in plans_among(others).items() if name != "from"}
-    name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
-    if not name or not _is_faster(plans[name], ours):
-        return ""
-    from anabranch.solve import BASELINES
-
-    options = " ".join(
-        f"--{key.replace('_', '-')} {value}"
-        for key, value in BASELINES[name].items()
-        if isinstance(value, str | int)
-    )
-    if limit is not None and BASELINES[name]["max_replicas"] is None:
-        options += " without --max-replicas"
-    without = " without a flush" * (ours.mode == "async")
-    return f"{BASELINE_NAMES[name]}{without} is faster than this plan: {options} plans it"
