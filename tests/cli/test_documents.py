@@ -100,8 +100,8 @@ def test_every_python_block_of_a_page_compiles(page):
 NOT_RUN = {
     'device="cuda"': "needs a GPU",
     "# mymodel.py": "is written to a file, and trained by its own test",
-    "def rank()": "a script, run as one by ``test_the_script_of_the_quick_start``",
-    ".py\n": "a file of a tutorial, run by ``test_a_tutorial_is_done_as_it_stands``",
+    ".py\n": "a file, run by ``test_a_tutorial_is_done_as_it_stands`` or, of the quick start, by "
+    "``test_the_scripts_of_the_quick_start``",
     "multimodal_batch(module, batch": "for the model of the page, whose file its own test runs",
     'rows={"pixel_values": 1024}': "likewise; ``tests/data/test_packed.py`` has such a workload",
     "import Trainer": "run by ``tests/training/test_huggingface.py``, which has a model for it",
@@ -309,20 +309,22 @@ def test_the_optimizer_of_tables_and_all_else_is_both():
         assert torch.equal(mine, theirs)
 
 
-def test_the_script_of_the_quick_start(tmp_path, monkeypatch, capsys):
-    """It trains, and prints plan and loss. Run as a script, in this process: another one would only
-    import everything again.
+def test_the_scripts_of_the_quick_start(tmp_path, monkeypatch, capsys):
+    """The first makes a plan and prints it, the second reads it, trains, and prints the loss. Run
+    as scripts, in this process: another one would only import everything again.
     """
     monkeypatch.chdir(tmp_path)
     write_model(ROOT / "docs" / "workloads.md", tmp_path)
-    (script,) = (
-        block for block in blocks(ROOT / "docs" / "quickstart.md", "python") if "def rank" in block
-    )
-    (tmp_path / "script.py").write_text(script, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("mymodel", None)
-    runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
+    printed = {}
+    for block in blocks(ROOT / "docs" / "quickstart.md", "python"):
+        name = block.split()[1]
+        (tmp_path / name).write_text(block, encoding="utf-8")
+        sys.modules.pop("mymodel", None)
+        runpy.run_path(str(tmp_path / name), run_name="__main__")
+        printed[name] = capsys.readouterr().out
     sys.modules.pop("mymodel")
-    out = capsys.readouterr().out
-    assert re.search(r"on \d devices?, ", out)
-    assert float(re.findall(r"[\d.e-]+", out.splitlines()[-1])[0]) < 0.5
+    assert list(printed) == ["make_plan.py", "train.py"]
+    assert re.search(r"on \d devices?, ", printed["make_plan.py"])
+    last_line = printed["train.py"].splitlines()[-1]
+    assert float(re.findall(r"[\d.e-]+", last_line)[0]) < 0.5
