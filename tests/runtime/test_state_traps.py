@@ -536,11 +536,9 @@ class Followed(Net):
     ("kind", "recompute", "num_stages"),
     [
         (Balanced, False, 2),
-        (Followed, False, 2),
         (Followed, True, 1),
         (Other, False, 2),
         (Other, True, 1),
-        (Queue, False, 1),
         (Queue, True, 2),
         (Standardised, False, 2),
     ],

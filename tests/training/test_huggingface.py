@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,21 +24,27 @@ from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.multimodal import multimodal_batch
-from anabranch.training import SaveEvery
+from anabranch.profile.measure import measure
+from anabranch.training import SaveEvery, huggingface
 from anabranch.training.huggingface import Trainer
 from benchmarks.architectures import multimodal
 from benchmarks.architectures.models import ARCHITECTURES, build
 from benchmarks.architectures.multimodal import ragged, small
 from tests.runtime.small import Built, plan
 from tests.runtime.training import sgd
+from tests.short_searches import shorten
 
 SAMPLES, BATCH = 40, 8
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
 @pytest.fixture(autouse=True)
-def _one_layer(monkeypatch):
-    """Models of one layer: what is tried here is how they are trained."""
+def _quick(monkeypatch):
+    """Models of one layer, and operators that are run, but not timed: what is tried here is how
+    models are trained.
+    """
+    monkeypatch.setattr(huggingface, "measure", partial(measure, repeats=0))
+    shorten(monkeypatch)
     for name in ("Bert", "Llama"):
         chosen = ARCHITECTURES[name]
         small = {**chosen.small, "num_hidden_layers": 1}
