@@ -386,12 +386,12 @@ def test_a_vision_language_model_trains_with_the_collator_of_its_page(
         return multimodal_batch(model, own(samples), images=1)
 
     args = arguments(max_steps=1, gradient_accumulation_steps=1, warmup_steps=0, save_strategy="no")
-    trainer = Trainer(model, args, packed, data, data, devices=2)
+    trainer = Trainer(model, args, packed, data, devices=2)
     whole = own(data.samples)
     before = untrained.eval()(**whole).loss.item()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-4)
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(before, rel=1e-4)
     (batch,) = list(trainer.workload.data(BATCH, 0))[:1]
     run = trainer.train(trainer.plan(planner="even", max_replicas=1))
     expected = call_module(untrained.train(), batch).loss.item()
     assert run.losses == pytest.approx([expected], rel=1e-5)
-    assert trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-4)
+    assert trainer.evaluate(data)["eval_loss"] != pytest.approx(before, rel=1e-4)
