@@ -9,7 +9,15 @@ from typer.testing import CliRunner
 
 from anabranch.cli import app
 
-DLRM = ["dlrm", "--preset", "small", "-orows=100", "-odense_branches=3", "-osparse_branches=3"]
+DLRM = [
+    "dlrm",
+    "--preset",
+    "small",
+    "-orows=100",
+    "-olayers=1",
+    "-odense_branches=2",
+    "-osparse_branches=2",
+]
 CLUSTER = ["--cluster", "summit:2x4"]
 FAST = [*CLUSTER, "--batch-size", "64", "--no-baselines", "--planner", "graphpipe"]
 
