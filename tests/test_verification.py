@@ -317,9 +317,7 @@ class TwoNorms(nn.Module):
         return self.head(hidden).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "replicas"), [([2, 4], [1, 1]), ([4, 2], [1, 1]), ([4, 4], [2, 1]), ([4, 4], [1, 2])]
-)
+@pytest.mark.parametrize(("sizes", "replicas"), [([2, 4], [1, 1]), ([4, 4], [2, 1])])
 def test_batch_normalisation_has_the_micro_batches_of_its_stage(
     sizes: list[int], replicas: list[int]
 ) -> None:
@@ -340,12 +338,11 @@ class MaskedNorm(TwoNorms):
         return ((self.head(hidden) - 1).square() * counts).sum() / counts.sum()
 
 
-@pytest.mark.parametrize("size", [8, 7])
-def test_replicas_with_unequal_samples_are_no_error_of_batch_normalisation(size: int) -> None:
-    """Of 12 samples, 8 and 4, or 7 and 5, on two replicas: one process has other micro-batches."""
+def test_replicas_with_unequal_samples_are_no_error_of_batch_normalisation() -> None:
+    """Of 12 samples, 7 and 5 on two replicas: one process has other micro-batches."""
     workload = Workload(MaskedNorm(), torch.randn(12, 4))
     model = Built(capture(workload.module, workload.example), workload)
-    chosen = plan(model, 1, batch_size=12, microbatch_size=[size], replicas=[2])
+    chosen = plan(model, 1, batch_size=12, microbatch_size=[7], replicas=[2])
     result = verify(workload, chosen, captured=model.captured, timeout=LIMIT_S)
     assert result.num_devices == 2
     assert result.is_good, result.summary()

@@ -178,7 +178,7 @@ def saved(chain: Saved, tmp_path: Path) -> Saved:
 
 
 def resume(model: Built, workload: Workload, folder: Path) -> None:
-    run(model, workload, plan(model, 2), lambda make: make(folder).step_number)
+    run(model, workload, plan(model, 1), lambda make: make(folder).step_number)
 
 
 def test_a_checkpoint_is_one_manifest_and_a_file_per_rank(tmp_path: Path) -> None:

@@ -16,12 +16,11 @@ from anabranch.files import save_cluster, save_profile
 from anabranch.graph import capture as graph_capture
 from anabranch.graph.capture import Captured
 from anabranch.models import MODELS
-from anabranch.planner.auto import planner as auto_planner
 from anabranch.profile.profile import Profile
 from anabranch.runtime.measurement import workload as whole
-from anabranch.solve import contest, schedule_choice
 from anabranch.workload import Workload
 from tests.cli.examples import TOWERS, four
+from tests.short_searches import shorten
 from tests.simulator.helpers import chain, cluster, cost_model
 
 _WORKLOADS: dict[object, Workload] = {}
@@ -75,14 +74,7 @@ def _captured_once(monkeypatch):
         return _MEASURED[key]
 
     monkeypatch.setattr("typer.main.get_command", lambda _: _COMMAND)
-    # Good plans are no matter: plans of DAPPLE and GraphPipe are no starts, and few are simulated.
-    few = replace(auto_planner.SETTINGS, evaluations=100, further=50, few=0, row=0.0)
-    monkeypatch.setattr(auto_planner, "SETTINGS", few)
-    shorter = replace(
-        contest.SETTINGS, share_proposals=2, split_proposals=4, most_loops=2, loop_turns=2
-    )
-    for module in (contest, schedule_choice):
-        monkeypatch.setattr(module, "SETTINGS", shorter)
+    shorten(monkeypatch)
     monkeypatch.setattr(whole, "SIZES", replace(whole.SIZES, updates=1))
     monkeypatch.setattr(ModelSource, "workload", built)
     monkeypatch.setattr(ModelSource, "capture", captured)

@@ -100,7 +100,6 @@ def shallow_and_deep(
 
 
 CASES: dict[str, tuple[Any, float | None, list[int], dict[str, Any], bool]] = {
-    "plain": (momentum, None, [1], {}, False),
     "clipped": (momentum, 0.5, [1], {}, False),
     "fp16": (momentum, 0.5, [1], {"compute": ComputeOptions(precision="fp16")}, False),
     "accumulated": (momentum, None, [1], {"accumulate": 2}, True),

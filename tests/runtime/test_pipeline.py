@@ -61,8 +61,10 @@ def test_training_is_bitwise_that_of_one_process() -> None:
         assert equal(ours, train_alone(workload, batches))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("devices", [[(0,), (1,), (0,), (1,)], [(0,), (1,), (1,), (0,)]])
+@pytest.mark.parametrize(
+    ("devices", "schedule"),
+    [([(0,), (1,), (0,), (1,)], "1f1b"), ([(0,), (1,), (1,), (0,)], "zb-h1")],
+)
 def test_stages_that_pass_the_devices_twice_train_alike(
     devices: list[tuple[int, ...]], schedule: str
 ) -> None:
@@ -123,7 +125,7 @@ def test_loss_and_metrics_are_those_of_the_module() -> None:
     def work(pipeline: Pipeline) -> tuple[float, float]:
         return pipeline.step(BATCHES[0]), pipeline.metrics["accuracy"]
 
-    results = run(model, plan(model, 3), work)
+    results = run(model, plan(model, 2), work)
     with torch.no_grad():
         out = model.module(**BATCHES[0])
     assert len(set(results)) == 1
@@ -184,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
         same = all(torch.equal(after[n], before[n]) for n in before)
         return str(caught.value), same, pipeline.step(BATCHES[0])
 
-    results = run(model, plan(model, 3), work)
+    results = run(model, plan(model, 2), work)
     assert len(set(results)) == 1
     assert "is not finite in step 0: stage 0, micro-batch 2 is the first" in results[0][0]
     assert "x in the batch is not finite itself, first in sample 9" in results[0][0]

@@ -38,13 +38,11 @@ def events_of(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("is_async", "replicas"), [(False, None), (False, (2, 1)), (True, None)], ids=str
-)
+@pytest.mark.parametrize(("is_async", "replicas"), [(False, (2, 1)), (True, None)], ids=str)
 def test_evaluations_follow_the_loss_of_their_step_and_change_nothing(
     is_async: bool, replicas: tuple[int, ...] | None
 ):
-    """Every third step of eleven, whether steps come alone, one after the other, from replicas or
+    """Every third step of eleven, whether steps come alone, one after the other, with replicas or
     without a flush; the last one is evaluated once, at the end.
     """
     losses, seen = events_of(is_async, 11, replicas, evaluate_every=3)

@@ -11,8 +11,14 @@ from anabranch.schedule import glossary
 from anabranch.training.doctor import Examination, examine, report
 from anabranch.workload import NamedParameters, Workload
 from tests.losses import Contrastive, Masked, RootMean, Tokens, batch
+from tests.short_searches import shorten
 
 CLUSTER = Cluster.preset("summit:1x2")
+
+
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
 
 
 def examined(module: nn.Module) -> Examination:

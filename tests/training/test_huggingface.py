@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,21 +24,27 @@ from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.multimodal import multimodal_batch
-from anabranch.training import SaveEvery
+from anabranch.profile.measure import measure
+from anabranch.training import SaveEvery, huggingface
 from anabranch.training.huggingface import Trainer
 from benchmarks.architectures import multimodal
 from benchmarks.architectures.models import ARCHITECTURES, build
 from benchmarks.architectures.multimodal import ragged, small
 from tests.runtime.small import Built, plan
 from tests.runtime.training import sgd
+from tests.short_searches import shorten
 
 SAMPLES, BATCH = 40, 8
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
 @pytest.fixture(autouse=True)
-def _one_layer(monkeypatch):
-    """Models of one layer: what is tried here is how they are trained."""
+def _quick(monkeypatch):
+    """Models of one layer, and operators that are run, but not timed: what is tried here is how
+    models are trained.
+    """
+    monkeypatch.setattr(huggingface, "measure", partial(measure, repeats=0))
+    shorten(monkeypatch)
     for name in ("Bert", "Llama"):
         chosen = ARCHITECTURES[name]
         small = {**chosen.small, "num_hidden_layers": 1}
@@ -379,12 +386,12 @@ def test_a_vision_language_model_trains_with_the_collator_of_its_page(
         return multimodal_batch(model, own(samples), images=1)
 
     args = arguments(max_steps=1, gradient_accumulation_steps=1, warmup_steps=0, save_strategy="no")
-    trainer = Trainer(model, args, packed, data, data, devices=2)
+    trainer = Trainer(model, args, packed, data, devices=2)
     whole = own(data.samples)
     before = untrained.eval()(**whole).loss.item()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-4)
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(before, rel=1e-4)
     (batch,) = list(trainer.workload.data(BATCH, 0))[:1]
     run = trainer.train(trainer.plan(planner="even", max_replicas=1))
     expected = call_module(untrained.train(), batch).loss.item()
     assert run.losses == pytest.approx([expected], rel=1e-5)
-    assert trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-4)
+    assert trainer.evaluate(data)["eval_loss"] != pytest.approx(before, rel=1e-4)

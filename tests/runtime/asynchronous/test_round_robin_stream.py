@@ -81,7 +81,6 @@ def test_order_of_one_before_two_replicas() -> None:
 
 
 SHAPES = [
-    ("chain 2", (1, 2)),
     ("chain 2", (2, 2)),
     ("chain 3", (2, 1, 1)),
     ("two sources", (1, 1, 2, 1)),
@@ -261,8 +260,8 @@ def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path) -> None:
     """In the middle of a round, with a rate that rises over updates, which are saved: three rounds
     and a half of stage 0 are four.
     """
-    model = cut("chain 4", "rmsprop", scheduler=halving)
-    data, chosen, policy = batches(12), plan_of(model, replicas=(2, 1, 1, 1)), PredictStash(ramp=9)
+    model = cut("chain 3", "rmsprop", scheduler=halving)
+    data, chosen, policy = batches(12), plan_of(model, replicas=(2, 1, 1)), PredictStash(ramp=9)
     start = start_of(model)
 
     def work() -> Any:
@@ -283,7 +282,7 @@ def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path) -> None:
         return list(pipe.steps(data[7:])), held(pipe), version
 
     before, after = on_ranks(chosen, work), on_ranks(chosen, again)
-    assert [rank[2] for rank in before] == [4, 4, 7, 7, 7]
+    assert [rank[2] for rank in before] == [4, 4, 7, 7]
     for mine, theirs in zip(before, after, strict=True):
         assert mine[0] == theirs[0]
         assert_same(mine[1], theirs[1])
@@ -394,7 +393,7 @@ def test_numbers_that_are_not_finite_belong_to_one_minibatch() -> None:
         finite = all(bool(p.isfinite().all()) for p in held(pipe).values())
         return str(caught.value), len(losses), finite
 
-    cases = [(bad, kind) for bad in (8, 9) for kind in ("batch", "gradient")]
+    cases = [(8, "batch"), (9, "gradient")]
     first, *others = on_ranks(chosen, lambda: [trained_with(*case) for case in cases])
     assert others == [first, first]
     for (bad, kind), (text, count, finite) in zip(cases, first, strict=True):

@@ -101,8 +101,8 @@ def test_a_short_minibatch_alone_drains_nothing() -> None:
 
 
 def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Policies with optimizers: by momentum on one model, by moments on others, of which one has a
-    few policies; ``test_replay`` has every optimizer in one process.
+    """Policies with optimizers: all on a chain, by momentum; where branches have different depths
+    those that look at distances, by moments; ``test_replay`` has every optimizer in one process.
     """
     momentum, other = "momentum", "momentum" if name == "chain 3" else "adam"
     if dtype is torch.float64:
@@ -110,7 +110,11 @@ def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
     only = {"spectrain": momentum, "asyncpp": "long nadam"}
     if name == "chain 3":
         only["basis-rotation"] = "adam"
-    policies = ("stash", "pipeoptim", "2bw") if name == "two sources" else tuple(POLICIES)
+    few = {
+        "two branches": ("stash", "vertical-sync", "spectrain", "pipeoptim"),
+        "two sources": ("stash", "pipeoptim", "2bw"),
+    }
+    policies = few.get(name, tuple(POLICIES))
     return [(policy, only.get(policy, other)) for policy in policies]
 
 

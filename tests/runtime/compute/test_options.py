@@ -99,7 +99,7 @@ def test_fp16_skips_and_scales_as_gradscaler_does() -> None:
         return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}, scales
 
     ways = [(work, {"workload": each, "exact": True, "compute": FP16}) for each in workloads]
-    for workload, results in zip(workloads, run_each(model, plan(model, 3), *ways), strict=True):
+    for workload, results in zip(workloads, run_each(model, plan(model, 2), *ways), strict=True):
         losses, state, scales = train_alone(workload, batches, torch.float16, 2.0**14)
         assert scales == [2.0**14, 2.0**13, 2.0**13, 2.0**13]
         for mine, parameters, theirs in results:
@@ -117,15 +117,15 @@ def test_gradients_under_fp16_are_finite() -> None:
     model = built("TwoBranch")
 
     def work(pipeline: Pipeline) -> tuple[bool, float]:
-        pipeline._session.workers.loss_scale.scale = 2.0**40  # type: ignore[union-attr]
+        pipeline._session.workers.loss_scale.scale = 2.0**22  # type: ignore[union-attr]
         _, gradients = pipeline.gradients(batch(16))
         finite = all(bool(g.isfinite().all()) for g in gradients.values())
         return finite, pipeline._session.workers.loss_scale.scale  # type: ignore[union-attr]
 
-    results = run(model, plan(model, 3), work, compute=FP16)
+    results = run(model, plan(model, 2), work, compute=FP16)
     assert {finite for finite, _ in results} == {True}
     assert len({scale for _, scale in results}) == 1
-    assert results[0][1] < 2.0**30
+    assert results[0][1] < 2.0**22
 
 
 def test_steps_without_a_barrier_wait_for_the_verdict_under_fp16() -> None:
@@ -141,7 +141,7 @@ def test_steps_without_a_barrier_wait_for_the_verdict_under_fp16() -> None:
         return list(pipeline.steps(batches)), pipeline._session.workers.loss_scale
 
     ways = ((work, {"compute": FP16}) for work in (one_by_one, streamed))
-    first, second = run_each(model, plan(model, 3), *ways, workload=workload)
+    first, second = run_each(model, plan(model, 2), *ways, workload=workload)
     assert first == second
     assert first[0][1].scale < 2.0**16
 
@@ -153,7 +153,7 @@ def test_bf16_trains_as_one_process() -> None:
     batches = [batch(16, seed) for seed in range(3)]
     options = ComputeOptions(precision="bf16")
     losses, parameters = train(
-        model, plan(model, 3), workload, batches, exact=True, check_gradients=True, compute=options
+        model, plan(model, 2), workload, batches, exact=True, check_gradients=True, compute=options
     )
     expected, state, _ = train_alone(workload, batches, torch.bfloat16, 1.0)
     assert losses == expected

@@ -114,8 +114,7 @@ def changed(folder: Path, shard_optimizer: bool) -> Held:
     return found
 
 
-@pytest.mark.parametrize("shard_optimizer", [False, True])
-@pytest.mark.parametrize("train", [resumed, changed])
+@pytest.mark.parametrize(("train", "shard_optimizer"), [(resumed, False), (changed, True)])
 def test_a_fused_optimizer_updates_as_another_does(
     train: Callable[[Path, bool], Held], shard_optimizer: bool, tmp_path: Path
 ) -> None:

@@ -101,8 +101,8 @@ def interrupted(
 def test_all_ranks_end_behind_one_step() -> None:
     """Whichever of them has heard."""
     cases = [
-        *((2, 1, 3, by) for by in (0, 1)),  # all ranks agree on it: behind the step under way
-        *((7, 1, 9, by) for by in (0, 1)),  # what is known one step late ends one step late
+        (2, 1, 3, 0),  # all ranks agree on it: behind the step under way
+        (7, 1, 9, 1),  # what is known one step late ends one step late
         (7, 4, 12, 1),  # and never within an update
         (1, 4, 4, 0),
         (29, 1, 30, 1),  # in the last step, which is no different
@@ -118,7 +118,7 @@ def test_without_a_flush_all_ranks_end_behind_one_mini_batch() -> None:
     """Losses are known as late as the pipeline is deep, and nobody ends before that."""
     model = built("TwoBranch")
     chosen = plan(model, 3, microbatch_size=16)
-    cases = [{"by": by, "heard_at": at} for by, at in ((0, 0), (2, 1), (0, 11), (2, 11))]
+    cases = [{"by": by, "heard_at": at} for by, at in ((0, 0), (2, 11))]
     found = interrupted(model, chosen, cases, is_async=True, policy="stash")
     for (run, *_), case in zip(found, cases, strict=True):
         at = case["heard_at"]
@@ -131,7 +131,7 @@ def test_replicas_in_turn_end_behind_one_mini_batch() -> None:
     model = built("TwoBranch")
     chosen = plan(model, 2, microbatch_size=16, replicas=[2, 1])
     options = {"is_async": True, "policy": "stash", "round_robin": True}
-    cases = [{"by": by, "heard_at": 8} for by in (0, 1, 2)]
+    cases = [{"by": by, "heard_at": 8} for by in (0, 2)]
     found = interrupted(model, chosen, cases, **options)
     assert all(8 < len(run.losses) < 20 for run, *_ in found)
 

@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +18,6 @@ from anabranch.runtime.numerics.dropout import BySample
 from anabranch.workload import Workload
 from tests.runtime.numerics.by_sample import rewritten
 from tests.runtime.small import Built, plan
-from tests.runtime.test_worker import plans
 from tests.runtime.threads import run, step
 
 WIDTH, LENGTH = 8, 6
@@ -86,22 +83,19 @@ def built(model: type[nn.Module]) -> Built:
     return Built(capture(module, example), Workload(module, example))
 
 
-@cache
-def by_one_process(model: type[nn.Module], samples: int) -> tuple[float, dict[str, Tensor]]:
-    """One stage, the whole batch at once."""
-    alone = plan(built(model), 1, batch_size=samples, microbatch_size=samples)
-    return step(built(model), alone, batch(samples), BY_SAMPLE, seed=5, number=2)
-
-
-@pytest.mark.parametrize("model", [Attends, Draws])
-@settings(max_examples=4)
-@given(data=st.data())
-def test_any_plan_draws_what_one_process_draws(model: type[nn.Module], data: st.DataObject) -> None:
+@pytest.mark.parametrize(
+    ("model", "sizes", "replicas", "recompute"),
+    [(Attends, [2, 3, 5], [1, 2, 1], False), (Draws, [3, 2], [2, 1], True)],
+)
+def test_any_plan_draws_what_one_process_draws(
+    model: type[nn.Module], sizes: list[int], replicas: list[int], recompute: bool
+) -> None:
     """Unequal replicas and micro-batches, recomputation: same loss, same gradients."""
-    chosen = data.draw(plans(built(model), 3, 9))
-    samples = chosen.stage_graph.batch_size
-    loss, gradients = step(built(model), chosen, batch(samples), BY_SAMPLE, seed=5, number=2)
-    expected, reference = by_one_process(model, samples)
+    options = {"replicas": replicas, "recompute": recompute}
+    chosen = plan(built(model), len(sizes), batch_size=5, microbatch_size=sizes, **options)
+    loss, gradients = step(built(model), chosen, batch(5), BY_SAMPLE, seed=5, number=2)
+    alone = plan(built(model), 1, batch_size=5, microbatch_size=5)
+    expected, reference = step(built(model), alone, batch(5), BY_SAMPLE, seed=5, number=2)
     assert loss == pytest.approx(expected, rel=1e-10)
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():

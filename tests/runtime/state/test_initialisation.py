@@ -169,12 +169,11 @@ def test_the_models_own_rule_for_layers_goes_last() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_rank_has_values_of_its_own_stages_and_no_others(devices: int) -> None:
-    """Gradients are bitwise those of one process that was initialised alike, under any plan; and
-    the bytes of a rank are those of its stages, before and after it has trained.
+def test_a_rank_has_values_of_its_own_stages_and_no_others() -> None:
+    """Gradients are bitwise those of one process that was initialised alike, and the bytes of a
+    rank are those of its stages, before and after it has trained.
     """
-    captured, chosen = plan_for(on_meta(), devices)
+    captured, chosen = plan_for(on_meta(), 3)
     captured.evaluation().programs.at(4, device="cpu")
 
     def work() -> tuple[dict[str, Tensor], set[str], set[str], set[str]]:
@@ -189,7 +188,7 @@ def test_a_rank_has_values_of_its_own_stages_and_no_others(devices: int) -> None
         pipe.evaluate([batch()])
         return gradients, held, {*values(captured.module)}, {*meta_names(captured.module)}
 
-    found = launch.run(work, devices, timeout=LIMIT_S)
+    found = launch.run(work, 3, timeout=LIMIT_S)
     module = whole()
     size = chosen.stage_graph.stages[0].microbatch_size
     expected = reference(module, batch(), [(i, i + size) for i in range(0, 8, size)])
@@ -202,7 +201,7 @@ def test_a_rank_has_values_of_its_own_stages_and_no_others(devices: int) -> None
     assert set.union(*(held for _, held, _, _ in found)) == everything
     for _, held, after, nothing in found:
         assert held == after == everything - nothing
-        assert devices == 1 or held != everything
+        assert held != everything
 
 
 @pytest.mark.dist

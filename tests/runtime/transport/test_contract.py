@@ -156,9 +156,9 @@ def test_sending_never_waits(run: Runner) -> None:
 
 
 @pytest.mark.parametrize("run", RUNNERS)
-def test_thousands_of_messages_may_be_on_their_way(run: Runner) -> None:
-    """2,000 before the first receive is posted, more than sockets hold."""
-    count, size = 2_000, 40
+def test_many_messages_may_be_on_their_way(run: Runner) -> None:
+    """Before the first receive is posted, more than sockets hold."""
+    count, size = 300, 300
 
     def scenario(transport: Transport, rank: int) -> bool:
         if rank == 0:
