@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from benchmarks.planners import cases as case_list
 from benchmarks.planners import results, tables
 from benchmarks.planners.__main__ import GROUPS, main
 from benchmarks.planners.cases import CHANGES, Case, cases, changed, synthetic
-from benchmarks.planners.common import processor_s
+from benchmarks.planners.common import processor_s, profile_of
 from benchmarks.planners.contestants import measure
 from benchmarks.planners.evaluator import population_steps
 
@@ -124,6 +125,7 @@ def test_a_group_is_measured_and_shown(group, tmp_path, monkeypatch, capsys):
     of few operators. Those of Table 4 need public profiles.
     """
     monkeypatch.setattr(case_list, "BATCHES", {"two-branch": {4: 64, 32: 256}})
+    monkeypatch.setattr(case_list, "profile_of", partial(profile_of, layers="1"))
     monkeypatch.setattr(case_list, "synthetic", lambda branches, _: synthetic(branches, 20))
     file, picture = tmp_path / "results.json", tmp_path / "page.svg"
     command = f"planners --groups {group} --planners data-parallel --first 1 --detail {group}"

@@ -72,7 +72,7 @@ def test_the_table_is_shown(monkeypatch, capsys):
 
 def test_plans_with_several_stages_are_beside_those_with_one(monkeypatch):
     """Of a small case, whose step is shorter."""
-    monkeypatch.setattr(loops, "profile", lambda name: profile_of(name, 2, layers="4"))
+    monkeypatch.setattr(loops, "profile", lambda name: profile_of(name, 2, layers="3"))
     text = loops.loops((("transformer", "summit:1x2", 2),)).splitlines()
     apart, several = map(float, text[2].split(" | ")[3:5])
     assert several < apart

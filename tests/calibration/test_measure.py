@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anabranch.calibration import pipelines, side_by_side
+from anabranch.calibration import messages, pipelines, side_by_side
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.measure import calibrate, joined
 from anabranch.calibration.messages import Exchange
@@ -14,8 +14,15 @@ from tests.calibration import examples
 @pytest.mark.dist
 def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     """As many devices as it has cores, and figures that a cluster accepts."""
-    monkeypatch.setattr(pipelines, "_TURNS", 1)
-    monkeypatch.setattr(side_by_side, "_ROUNDS", 1)
+    for module, name, value in (
+        (messages, "_ROUNDS", 2),
+        (pipelines, "_TURNS", 1),
+        (pipelines, "_MANY", 4),
+        (pipelines, "_STEPS", 2),
+        (side_by_side, "_ROUNDS", 1),
+        (side_by_side, "_STEPS", 2),
+    ):
+        monkeypatch.setattr(module, name, value)
     before = torch.random.get_rng_state()
     cluster = calibrate()
     assert torch.equal(before, torch.random.get_rng_state())

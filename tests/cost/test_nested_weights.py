@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
@@ -52,7 +52,6 @@ def last_first(graph: OpGraph) -> list[int]:
     return order
 
 
-@settings(max_examples=40, deadline=None)
 @given(rich_profiles())
 def test_every_stage_weighs_as_the_cost_model_says(profile):
     """Any graph and all pairs of its downsets, rows of its operators in two orders: tied and frozen
@@ -74,7 +73,6 @@ def test_every_stage_weighs_as_the_cost_model_says(profile):
             assert seconds[v] - seconds[u] == sum(cost.stage_s(mask, 3, recompute=True))
 
 
-@settings(max_examples=20, deadline=None)
 @given(op_graphs(), st.data())
 def test_a_row_may_be_a_part_of_the_model(graph, data):
     """What comes from outside is there before the row; what is read outside is read after it."""
@@ -89,7 +87,6 @@ def test_a_row_may_be_a_part_of_the_model(graph, data):
             assert at(matrices, (i, j)) == at(figures(cost.weights(row.mask(i, j))), ())
 
 
-@settings(max_examples=20, deadline=None)
 @given(op_graphs())
 def test_nested_is_what_lies_inside(graph):
     """The listed pairs and the matrix are the same, and those of which one holds the other."""
@@ -102,7 +99,6 @@ def test_nested_is_what_lies_inside(graph):
     assert list(zip(pairs.lower, pairs.upper, strict=True)) == sorted(expected)
 
 
-@settings(max_examples=20, deadline=None)
 @given(op_graphs())
 def test_least_traffic_is_just_below_what_crosses(graph):
     """All that crosses the border per sample, rounded downwards."""

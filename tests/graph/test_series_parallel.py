@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value
 from anabranch.graph.series_parallel import (
@@ -107,7 +107,6 @@ def depth(node: Node) -> int:
     return 1 if isinstance(node, Leaf) else 1 + max(depth(child) for child in node.children)
 
 
-@settings(max_examples=50)
 @given(op_graphs(max_ops=9))
 def test_order_of_the_tree_is_that_of_the_graph(graph):
     """Any graph: every operator once; what one reads is not parallel to it nor after it."""

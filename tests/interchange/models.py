@@ -84,7 +84,7 @@ def llama() -> nn.Module:
 
 def transformer() -> nn.Module:
     sizes = TransformerSizes(
-        layers=4, sequence=6, hidden=16, heads=2, feedforward=32, vocabulary=VOCABULARY
+        layers=2, sequence=6, hidden=16, heads=2, feedforward=32, vocabulary=VOCABULARY
     )
     return build("transformer", options={k: str(v) for k, v in vars(sizes).items()}).module
 

@@ -63,7 +63,12 @@ def test_loss_and_gradients_are_those_of_the_model_itself(name: str, images: lis
     assert all(not traced[other].any() for other in traced.keys() - expected.keys())
 
 
-@pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL", "LlavaOnevision", "Qwen2_5OmniThinker"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Llava", "Qwen2_5_VL", "LlavaOnevision", "Qwen2_5OmniThinker", "Mistral3", "Glm46V"),
+    ],
+)
 def test_a_slice_is_what_its_samples_are_alone(name: str) -> None:
     """Samples one and two of four, which have other images than the first."""
     module = model(name)

@@ -26,9 +26,11 @@ def test_steps_are_those_of_a_plain_loop_with_other_images_in_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the model's own forward on its own batches; two buckets, and micro-batches of two samples
-    that share their slots. One layer reads texts.
+    that share their slots. One layer reads texts, and one pictures.
     """
-    monkeypatch.setattr(multimodal, "_TEXT", {**multimodal._TEXT, "num_hidden_layers": 1})
+    for options in ("_TEXT", "_VISION"):
+        one = {**getattr(multimodal, options), "num_hidden_layers": 1}
+        monkeypatch.setattr(multimodal, options, one)
     torch.manual_seed(0)
     module = small("Llava")
     owns = [ragged("Llava", images, seed=i) for i, images in enumerate(IMAGES)]

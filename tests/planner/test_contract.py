@@ -46,7 +46,7 @@ def problems(name: str, graph: StageGraph, cost: CostModel) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(
-    profile=planning_profiles(6, series_parallel=False),
+    profile=planning_profiles(5, series_parallel=False),
     devices=st.integers(1, 8),
     batch_size=st.integers(1, 12),
     memory=st.sampled_from([60, 200, 10**9]),

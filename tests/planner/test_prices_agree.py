@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -131,7 +131,6 @@ def piper(case: Case, cost: CostModel) -> tuple[float, int]:
     return (found.load_s[mine[0]], int(found.held[mine[0]]) - 1) if len(mine) else (np.nan, -1)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_periods_are_made_of_the_simulators_seconds(case):
     """Compute of the simulator, what crosses the border at the common price, and what a backward
@@ -199,7 +198,6 @@ def test_tables_are_summed_by_their_rows():
         assert ring.seconds == ring_s
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(), st.integers(1, 6), st.integers(1, 4))
 def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     """With just the memory that the cost model says every planner fits the stage, with a byte less

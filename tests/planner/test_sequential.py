@@ -4,7 +4,7 @@ import math
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
@@ -22,7 +22,6 @@ from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     planning_profiles(7, series_parallel=False),
     st.integers(1, 8),

@@ -1,7 +1,7 @@
 """Sets of operators as one operator each: which come along, and that nothing is lost."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -37,7 +37,6 @@ def test_operators_in_a_row_are_cut_into_runs_alone():
     assert cut == {(0b0001, 0b1110), (0b0011, 0b1100), (0b0111, 0b1000)}
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_stages_cost_what_they_cost_in_the_whole_model(data):
     """Seconds, memory and traffic of every stage of every partition, and it is a partition. What

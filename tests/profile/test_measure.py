@@ -13,7 +13,7 @@ from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import Measurement, _Copies, measure
-from tests.profile.tiny import MODELS, Normed, captured_towers, convolutions, two_towers
+from tests.profile.tiny import MODELS, Normed, captured_towers, convolutions
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,17 @@ def test_model_is_left_as_it_was_after_a_failure(monkeypatch: pytest.MonkeyPatch
     assert all(p.grad is None for p in model.parameters())
 
 
+class Alike(nn.Module):
+    """Four linear layers in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean()
+
+
 def test_operators_that_are_alike_cost_the_same(
     towers: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,10 +201,9 @@ def test_operators_that_are_alike_cost_the_same(
     assert pairs
     # Sequences of 6 and of 9: other shapes, so not alike.
     assert all(costs[a].forward_s != costs[b].forward_s for a, b in pairs)
-    model, batch = two_towers(layers=3)
-    captured = capture(model, batch, granularity="block")
+    captured = capture(Alike(), torch.randn(2, 10), granularity="operator")
     costs = dict(zip(captured.graph.index, measure(captured, (2,), repeats=1).costs, strict=True))
-    assert costs["text.1"].forward_s == costs["text.2"].forward_s
+    assert costs["body.1"].forward_s == costs["body.2"].forward_s
 
 
 def test_turns_between_other_things(towers: Captured) -> None:

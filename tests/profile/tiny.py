@@ -84,7 +84,7 @@ class Tables(nn.Module):
         return F.binary_cross_entropy_with_logits(score, label)
 
 
-def two_towers(**sizes: int) -> tuple[nn.Module, dict[str, Tensor]]:
+def two_towers() -> tuple[nn.Module, dict[str, Tensor]]:
     """The model and a batch of three samples."""
     torch.manual_seed(0)
     batch = {
@@ -92,7 +92,7 @@ def two_towers(**sizes: int) -> tuple[nn.Module, dict[str, Tensor]]:
         "image": torch.randn(3, 9, 12),
         "label": torch.randint(0, 10, (3,)),
     }
-    return TwoTowers(**sizes), batch
+    return TwoTowers(), batch
 
 
 def convolutions() -> tuple[nn.Module, dict[str, Tensor]]:

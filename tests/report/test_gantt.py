@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
@@ -202,7 +202,6 @@ def test_a_step_in_which_nothing_happened():
     assert "device 2 \u00b7 stage 2" in texts(root)
 
 
-@settings(max_examples=30)
 @given(st.data(), stage_graphs())
 def test_any_step_is_drawn_in_full_and_in_the_picture(data, graph):
     """No action is lost, nothing sticks out, and the picture is the same each time."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
@@ -248,7 +248,6 @@ def test_every_picture_has_a_title():
     assert 'data-title="Memory of every device over the step"' in html
 
 
-@settings(max_examples=25)
 @given(st.data(), plans())
 def test_any_plan_gives_a_page(data, any_plan):
     """Well-formed, and the same each time."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost.buckets import BUCKET_BYTES
@@ -215,7 +215,6 @@ def test_gathers_are_in_every_step_of_a_row():
 
 
 @given(stage_graphs())
-@settings(max_examples=20, deadline=None)
 def test_a_step_in_a_row_takes_no_longer_than_alone(graph):
     """Whatever the next step waits for, it would have waited for after a barrier too."""
     costs = StageTimes([{1: 1.0 + s} for s in range(len(graph))], [{1: 2.0}] * len(graph))
@@ -242,7 +241,6 @@ def test_the_order_with_messages_takes_as_long():
 
 
 @given(priced_stage_graphs(), st.booleans())
-@settings(max_examples=40, deadline=None)
 def test_an_update_without_a_price_is_one_of_no_time(example, shard):
     """All-gathers come behind the update, for which all devices have agreed, whatever it costs:
     where it had no price, they began with the sums of their own stage.
@@ -294,7 +292,6 @@ def test_steps_in_a_row_read_their_batches():
 
 
 @given(priced_stage_graphs(), st.booleans())
-@settings(max_examples=30, deadline=None)
 def test_machine_code_does_the_same_as_python(example, shard):
     """To the last bit."""
     graph, cost, schedule = example

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import InvalidPlanError
@@ -196,7 +196,6 @@ def test_between_the_slowest_stage_and_a_flush(case):
     assert found.period_s <= step_s / microbatches * (1 + 1e-9)
 
 
-@settings(max_examples=25)
 @given(streams(), st.booleans())
 def test_a_long_stream_goes_at_the_period(case, replicated):
     """60 mini-batches more take 60 periods more, with replicas that sum their gradients or not."""
@@ -257,7 +256,6 @@ def test_a_picture_of_turns():
     ]
 
 
-@settings(max_examples=25, deadline=None)
 @given(stage_graphs(max_stages=4, max_replicas=3), st.integers(1, 3))
 def test_turns_of_any_stage_graph_are_simulated(graph, samples):
     """Nobody waits for ever, and no period is below its bound."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -205,7 +205,6 @@ def test_no_step_is_below_the_bound(drawn):
     assert step_bound(cost, graph.batch_size) <= step.end * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     planning_profiles(4, series_parallel=False),
     st.sampled_from([(1, None), (2, None), (3, None), (4, None), (4, 2), (4, 1), (6, 2), (6, 3)]),

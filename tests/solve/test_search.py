@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import planner as planners
@@ -220,7 +220,6 @@ def test_wrong_arguments(propose, options, message):
         plan(cost.profile, cost.cluster, arguments.pop("batch_size"), **arguments)
 
 
-@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 6), min_size=3, max_size=3),
     st.lists(st.sampled_from([1, 2, 4, 16, 64]), min_size=1, max_size=5, unique=True),

@@ -85,8 +85,8 @@ def test_any_wiring_cut_anywhere(wiring: Any, seed: int, count: int) -> None:
 
 def test_order_of_sums_is_not_an_accident() -> None:
     """On the same stages plain mode rounds otherwise, so exact mode has something to do."""
-    captured, batch = captured_model("T5")
-    stages = random_stages(captured.graph, 4, 0)
+    captured, batch = fan(), torch.randn(4, 5)
+    stages = [[op.name] for op in captured.graph.ops]
     assert check_split(captured, batch, stages, exact=True) == 0.0
     assert 0 < check_split(captured, batch, stages, exact=False) < 1e-6
 
@@ -182,7 +182,7 @@ def test_state_of_the_stages_is_the_state_of_the_model() -> None:
 
 def test_a_stage_runs_its_own_operators_only() -> None:
     """Calls of other stages are left out, free calls are copied to whoever needs them."""
-    captured, _ = captured_model("Bert")
+    captured, _ = captured_model("GPT2")
     stages = [[op.name] for op in captured.graph.ops]
     parts = split(captured, stages)
     program = captured.programs.at(4)
@@ -240,10 +240,9 @@ def test_metrics_come_from_where_they_are_made() -> None:
     assert not metrics["hidden"].requires_grad
 
 
-@pytest.mark.parametrize("name", ["GPT2", "EmbeddingBags"])
-def test_evaluation_is_cut_by_the_stages_of_training(name: str) -> None:
+def test_evaluation_is_cut_by_the_stages_of_training() -> None:
     """Loss of the module in evaluation mode, on the stages that training has."""
-    captured, batch = captured_model(name)
+    captured, batch = captured_model("GPT2")
     evaluation = captured.evaluation()
     stages = stages_like(evaluation, random_stages(captured.graph, 4, 2))
     loss, _ = run_stages(split(evaluation, stages), batch, backward=False)

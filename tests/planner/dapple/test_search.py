@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -73,7 +73,6 @@ def everything(tables: RunTables) -> Iterator[StageGraph]:
                     yield placed(tables, chain)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     profile=planning_profiles(6, series_parallel=False, max_bytes=40),
     shape=st.sampled_from([(4, 4), (4, 2), (4, 1), (6, 3), (3, 1)]),
@@ -103,7 +102,6 @@ def test_equals_the_best_of_all_plans(profile, shape, overlap, memory, card, siz
         assert chain.latency_s == pytest.approx(own)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     profile=planning_profiles(7, series_parallel=False, max_bytes=40),
     shape=st.sampled_from([(4, 4), (6, 3), (6, 1), (8, 4)]),

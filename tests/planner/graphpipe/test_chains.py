@@ -1,6 +1,6 @@
 """A model as Algorithm 1 takes it apart, and made coarser where it is large."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -47,7 +47,6 @@ def test_branches_that_tie_other_parameters_are_not_alike():
     assert block.branches[0] is not block.branches[1]
 
 
-@settings(max_examples=20, deadline=None)
 @given(planning_profiles(12), st.integers(2, 6))
 def test_coarse_items(profile, items):
     """Each operator in one item; no item of several operators is more than its share of compute."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import astuple, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -28,7 +28,6 @@ def prices_of(cost: CostModel, batch_size: int, size: int) -> MicrobatchPrices:
     return Problem(cost, batch_size).prices(size)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     planning_profiles(6),
     st.integers(1, 6),

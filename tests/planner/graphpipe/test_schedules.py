@@ -1,7 +1,7 @@
 """Configurations, and what single stages cost in them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.planner.graphpipe.chains import line
@@ -29,7 +29,6 @@ def test_samples_held_beyond_those_of_the_successor():
     assert schedules.alone == (1, 4)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([1, 2, 4]),

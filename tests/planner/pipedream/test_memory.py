@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.planner.pipedream.recurrence import solve, solve_in_memory
@@ -32,7 +32,6 @@ def fit(terms: Terms, pieces) -> bool:
     return fits(terms.prices, parts, row)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.integers(1, 6),
@@ -68,7 +67,6 @@ def test_equals_the_best_plan_that_fits(
         assert len(found) == min(count for period, count in periods if period <= least * (1 + 1e-9))
 
 
-@settings(max_examples=30, deadline=None)
 @given(planning_profiles(6), st.sampled_from([1, 4, 6]), st.booleans())
 def test_is_the_recurrence_where_memory_is_ample(profile, devices, accumulate):
     """Two ways to the same value."""
@@ -82,7 +80,6 @@ def test_is_the_recurrence_where_memory_is_ample(profile, devices, accumulate):
         assert value(found) == pytest.approx(value(exact), rel=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(planning_profiles(6), st.integers(20, 80), st.integers(1, 40))
 def test_more_memory_is_never_slower(profile, bytes_each, more):
     """Whatever fits into less fits into more."""

@@ -56,7 +56,6 @@ def test_any_levels_get_valid_plans(planner, profile, shape, batch_size, memory)
     assert len(set(proposals)) == len(proposals)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([(2,), (5,), (2, 2), (4, 2), (3, 2)]),

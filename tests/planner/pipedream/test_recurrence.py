@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import BudgetError
@@ -26,7 +26,6 @@ def budget(steps: float = 10**9) -> Budget:
     return Budget("pipedream", steps, "raise option steps")
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     planning_profiles(6, series_parallel=False),
     SIZES,
@@ -60,7 +59,6 @@ def test_equals_the_recurrence(profile, sizes, size, count, accumulate, antichai
     assert sorted(d for devices in placed for d in devices) == list(range(terms.devices))
 
 
-@settings(max_examples=30, deadline=None)
 @given(planning_profiles(5), st.sampled_from([(4,), (2, 2), (3, 2), (2, 2, 2)]), SPEEDS)
 def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds):
     """T^k = 1/m max(A^(k-1), 2(m-1) w / B_k), on time per mini-batch and whole mini-batches."""
@@ -97,7 +95,6 @@ def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds
     assert reference.period_s(found) == pytest.approx(wanted)
 
 
-@settings(max_examples=30, deadline=None)
 @given(planning_profiles(6, series_parallel=False), SIZES, st.booleans())
 def test_antichains_lose_nothing(profile, sizes, accumulate):
     """A row is one way through the states of the graph, so the graph's own are never slower."""
@@ -111,7 +108,6 @@ def test_antichains_lose_nothing(profile, sizes, accumulate):
         assert Reference(any_way).period_s(graph) <= least * (1 + 1e-12)
 
 
-@settings(max_examples=20, deadline=None)
 @given(planning_profiles(6), st.sampled_from([(2, 2), (2, 3), (2, 2, 2)]))
 def test_one_level_of_the_same_speed_is_no_slower(profile, sizes):
     """Levels only forbid: without transfers and parameters one level has every plan of several."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
@@ -13,7 +13,6 @@ from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     planning_profiles(5, series_parallel=False),
     st.sampled_from([1, 5, 8, 12]),

@@ -1,7 +1,7 @@
 """The search against the recurrence as the paper writes it."""
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
@@ -42,7 +42,6 @@ def drawn_reference(
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@settings(max_examples=30, deadline=None)
 @given(
     profile=rich_profiles(),
     devices=st.sampled_from([1, 2, 3, 4, 8]),
@@ -70,7 +69,6 @@ def test_finds_the_least_load(exact, profile, devices, memory, bandwidth, batch_
     assert len(chain) == min(stages for (_, stages), known in best.items() if known <= near)
 
 
-@settings(max_examples=20, deadline=None)
 @given(profile=rich_profiles(), devices=st.sampled_from([2, 4]), memory=st.sampled_from([40, 90]))
 def test_prices_what_it_says(profile, devices, memory):
     """Each stage of the plan has the load and fits the memory that the cost model says."""
@@ -89,7 +87,6 @@ def test_prices_what_it_says(profile, devices, memory):
         assert reference.fits(mask, mode, len(chain) - 1 - place)
 
 
-@settings(max_examples=25, deadline=None)
 @given(profile=planning_profiles(6), tolerance=st.sampled_from([0.01, 0.1, 0.5]))
 def test_stops_within_the_tolerance(profile, tolerance):
     """Never further from the least load than was allowed."""
@@ -102,7 +99,6 @@ def test_stops_within_the_tolerance(profile, tolerance):
         assert near.load_s <= closest.load_s * (1 + tolerance) * ROUNDING
 
 
-@settings(max_examples=25, deadline=None)
 @given(profile=rich_profiles(), factor=st.floats(1, 3))
 def test_a_known_load_changes_nothing(profile, factor):
     """The same least load from any bound above it."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
@@ -33,7 +33,6 @@ def loads(graph: StageGraph, cost: CostModel) -> list[float]:
     ]
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     profile=rich_profiles(6),
     devices=st.integers(1, 8),
@@ -62,7 +61,6 @@ def test_plans_keep_to_the_options(profile, devices, batch_size, memory, options
             assert stage.replicas <= options.get("max_replicas", 8)
 
 
-@settings(max_examples=30, deadline=None)
 @given(profile=rich_profiles(), devices=st.sampled_from([1, 2, 4]))
 def test_proposes_the_least_load_on_all_devices(profile, devices):
     """Nothing on exactly all devices has a smaller load than the best proposal."""

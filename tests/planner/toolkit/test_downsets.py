@@ -1,7 +1,7 @@
 """All downsets, each once, and an end where there are too many."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import BudgetError
@@ -41,7 +41,6 @@ def by_definition(graph: OpGraph) -> list[int]:
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(graph=op_graphs(max_ops=9))
 def test_lists_them_all(graph):
     """The same as testing every set of operators, in ascending order."""
@@ -63,7 +62,6 @@ def test_counts_of_branches(count, length, expected):
     assert len(found) == len(set(found)) == expected == (length + 1) ** count + 1
 
 
-@settings(max_examples=50, deadline=None)
 @given(graph=op_graphs(max_ops=7), budget=st.integers(1, 40))
 def test_the_budget_is_exact(graph, budget):
     """As many as the budget are listed; one more and there is none."""

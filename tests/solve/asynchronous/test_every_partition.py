@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import solve
@@ -58,7 +58,6 @@ def everything(cost: CostModel, batch_size: int, policy: str, limit: int) -> Ite
                     yield graph
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_what_fits_is_found(data):
     """Random small graphs, some with a tied parameter, in little memory, without many replicas."""

@@ -1,7 +1,7 @@
 """Explanations of steps that can be checked by eye, and of any."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 import anabranch
 from anabranch.errors import InvalidPlanError
@@ -133,7 +133,6 @@ def test_an_asynchronous_plan_has_no_step():
         explain(asynchronous(cost, 2), cost.profile, cost.cluster)
 
 
-@settings(max_examples=25)
 @given(priced_stage_graphs())
 def test_the_parts_of_any_step_add_up(drawn):
     """Whatever the stages and the machines, and the text fits 80 columns and a screen."""
