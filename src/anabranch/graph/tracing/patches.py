@@ -162,6 +162,12 @@ def _depends_on_data(symbol: Any) -> bool:
     return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
 
 
+def _is_batch_size(node: fx.Node) -> bool:
+    """True for a size that is known from the batch's, not one of values that a mask has chosen."""
+    is_size = node.target is torch.ops.aten.sym_size.int
+    return is_size and not _depends_on_data(node.meta["val"])
+
+
 def _constant_calls(
     value: torch.Tensor | torch.SymBool,
     known: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
@@ -174,7 +180,7 @@ def _constant_calls(
     reached, pending = {traced}, [traced]
     while pending:
         node = pending.pop()
-        if node.target is torch.ops.aten.sym_size.int or node in known:
+        if node in known or _is_batch_size(node):
             continue
         if node.op != "call_function" or is_random(node.target):
             return None
@@ -219,7 +225,7 @@ def _computed(
         call: Any = node.target
         if node in known:
             values[node] = known[node].cpu()
-        elif call is torch.ops.aten.sym_size.int:
+        elif _is_batch_size(node):
             values[node] = times * node.meta["val"].node.hint
         else:
             operands = fx.map_arg((node.args, node.kwargs), values.__getitem__)
