@@ -218,6 +218,11 @@ def bernoulli(site: RandomSite, x: Tensor, p: float | Tensor | None = None, **_:
     return site.kept(p).to(x.dtype)
 
 
+def bernoulli_with(site: RandomSite, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
+    """Ones with a probability that is never x, which may be memory without values."""
+    return bernoulli(site, x, p)
+
+
 def rrelu(
     site: RandomSite,
     x: Tensor,
@@ -305,7 +310,7 @@ DRAWS: Mapping[str, Callable[..., Any]] = {
     "aten::feature_alpha_dropout_": _in_place(alpha_dropout),
     "aten::scaled_dot_product_attention": attention,
     "aten::bernoulli": bernoulli,
-    "aten::bernoulli_": _in_place(bernoulli),
+    "aten::bernoulli_": _in_place(bernoulli_with),
     "aten::rrelu": rrelu,
     "aten::rrelu_": _in_place(rrelu),
     "aten::uniform": uniform,
