@@ -137,11 +137,10 @@ class Adapter(nn.Linear):
         super().__init__(8, 8)
         self.weight.requires_grad = False
         self.down, self.up = nn.Parameter(torch.ones(1, 8)), nn.Parameter(torch.ones(8, 1))
-        self.merged, self.mode = False, "train"
+        self.merged = False
 
     def train(self, mode: bool = True) -> "Adapter":
         super().train(mode)
-        self.mode = "train" if mode else "test"
         if self.merged == mode:
             self.weight.data += self.up @ self.down * (-1 if mode else 1)
             self.merged = not mode
@@ -165,7 +164,7 @@ def test_weights_are_not_merged_for_evaluation() -> None:
     before = module.adapter.weight.clone()
     evaluation = captured.evaluation()
     assert torch.equal(module.adapter.weight, before)
-    assert (module.adapter.merged, module.adapter.mode) == (False, "train")
+    assert not module.adapter.merged
     with torch.no_grad():
         module.adapter.up.mul_(2)
     loss, _ = run_stages(split(evaluation, stage_each(captured)), batch(3), backward=False)

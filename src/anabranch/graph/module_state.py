@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _NOTHING = object()
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -68,43 +67,19 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
     Submodules keep modes of their own (frozen statistics), unless the whole is in the other mode.
     """
-    is_other = module.training != training
     with with_attributes((part, "training", part.training) for part in module.modules()):
-        if is_other:
-            _set_mode(module, training)
-        try:
-            yield
-        finally:
-            if is_other:
-                _set_mode(module, not training)  # and what a train of the user's sets besides
-
-
-def _set_mode(module: nn.Module, training: bool) -> None:
-    """Call ``train`` of a module, unless it writes to tensors for evaluation: adapters merge
-    themselves with weights, which steps change later and other ranks have no memory of. Their
-    forward computes the same without that.
-    """
-    try:
-        with nullcontext() if training else _Unwritten():  # type: ignore[no-untyped-call]
-            module.train(training)
-    except _WritesError:
-        for part in module.modules():
-            part.training = training
-
-
-class _WritesError(Exception):
-    """A tensor is about to be written to."""
-
-
-class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, a call that writes to a tensor raises instead."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func._schema.is_mutable:
-            raise _WritesError
-        return func(*args, **(kwargs or {}))
+        if module.training != training:
+            # Adapters merge themselves with weights for evaluation. Their forward computes the same
+            # without that, and steps change the weights later: there is no memory to write to here.
+            parameters = () if training else tuple(module.parameters())
+            flat = ((p, "data", p.data.new_zeros(()).expand(p.shape)) for p in parameters)
+            try:
+                with with_attributes(flat):
+                    module.train(training)
+            except RuntimeError:
+                for part in module.modules():
+                    part.training = training
+        yield
 
 
 def only_frozen(module: nn.Module, names: Collection[str]) -> AbstractContextManager[None]:

@@ -1,30 +1,21 @@
-"""Masks that a forward computes twice, taken for one.
-
-``prediction[mask > 0]`` and ``target[mask > 0]`` have as many entries, but each comparison makes a
-tensor of its own, so a trace has two counts that it does not know to be equal, and joins no values
-of the two. Inside of ``EqualMasks`` both choices are by the first of these tensors.
+"""Masks that a forward computes twice, as in ``prediction[mask > 0]`` and ``target[mask > 0]``: a
+trace does not know that both choose as many entries, and joins no values of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from anabranch.graph.flat_program import is_random, storage, written
+from anabranch.graph.flat_program import is_random, is_written, upstream
 from anabranch.graph.tracing.empty_selections import traced_node
 
-_tensor = torch.Tensor
-_CHOICES = {
-    *(_tensor.__getitem__, _tensor.__setitem__, _tensor.masked_select, torch.masked_select),
-    *(_tensor.nonzero, torch.nonzero, torch.where),
-}
-"""Operations that may choose entries by a mask."""
+_CHOICES = {"__getitem__", "__setitem__", "masked_select", "nonzero", "where"}
 
 
 class EqualMasks(TorchFunctionMode):
@@ -32,12 +23,14 @@ class EqualMasks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._masks: list[FakeTensor] = []
+        self._masks: dict[int, FakeTensor] = {}
+        self._numbers: dict[fx.Node, int] = {}  # of values, the same for the same calls of the same
+        self._calls: dict[str, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _CHOICES:
+        if getattr(func, "__name__", "") in _CHOICES:
             whole = args[:1] if len(args) > 1 else ()  # of which entries are chosen, or written to
             args = (*whole, *tree_map_only(FakeTensor, self._first, args[len(whole) :]))
         return func(*args, **(kwargs or {}))
@@ -46,41 +39,15 @@ class EqualMasks(TorchFunctionMode):
         """Return the first mask that has the values of a mask; other tensors as they are."""
         if tensor.dtype is not torch.bool or (node := traced_node(tensor)) is None:
             return tensor
-        for mask in self._masks:
-            first = traced_node(mask)
-            if first is not None and _are_equal(first, node):
-                return mask
-        self._masks.append(tensor)
-        return tensor
+        mask = self._masks.setdefault(self._number(node), tensor)
+        first = traced_node(mask)
+        return tensor if first is None or is_written(upstream([first, node])) else mask
 
-
-def _are_equal(first: fx.Node, second: fx.Node) -> bool:
-    """True if two values are made by the same calls of the same values, none of them random or of
-    memory that is written to.
-    """
-    seen, pending = {(first, second)}, [(first, second)]
-    while pending:
-        one, other = pending.pop()
-        if one is other:
-            continue
-        if one.target is not other.target or one.op != "call_function" or is_random(one.target):
-            return False
-        leaves, form = tree_flatten((one.args, one.kwargs))
-        other_leaves, other_form = tree_flatten((other.args, other.kwargs))
-        if form != other_form:
-            return False
-        for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
-            if isinstance(leaf, fx.Node) and isinstance(other_leaf, fx.Node):
-                pair = leaf, other_leaf
-                pending += [pair] if pair not in seen else []
-                seen.add(pair)
-            elif type(leaf) is not type(other_leaf) or leaf != other_leaf:
-                return False
-    return not are_written(node for pair in seen for node in pair)
-
-
-def are_written(nodes: Iterable[fx.Node]) -> bool:
-    """True if a call of the graph writes to the memory of one of these values."""
-    nodes = list(nodes)
-    storages = {storage(node) for node in nodes} - {None}
-    return any(storage(to) in storages for node in nodes[0].graph.nodes for to in written(node))
+    def _number(self, node: fx.Node) -> int:
+        for call in node.graph.nodes:
+            if call not in self._numbers:
+                read = fx.map_arg((call.args, call.kwargs), lambda arg: f"%{self._numbers[arg]}")
+                is_own = call.op != "call_function" or is_random(call.target)
+                text = call.name if is_own else repr((call.target, read))
+                self._numbers[call] = self._calls.setdefault(text, len(self._numbers))
+        return self._numbers[node]

@@ -25,11 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.device.kinds import CPU
-from anabranch.graph.flat_program import is_random
+from anabranch.graph.flat_program import is_random, is_written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
-from anabranch.graph.tracing.equal_masks import are_written
 from anabranch.graph.tracing.source_questions import passing_truth
 from anabranch.graph.user_lines import TORCH, frame_place
 
@@ -187,7 +186,7 @@ def _constant_calls(
             return None
         pending += [source for source in node.all_input_nodes if source not in reached]
         reached.update(node.all_input_nodes)
-    if are_written(reached):
+    if is_written(reached):
         return None
     return [node for node in traced.graph.nodes if node in reached]
 

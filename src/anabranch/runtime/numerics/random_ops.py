@@ -218,11 +218,6 @@ def bernoulli(site: RandomSite, x: Tensor, p: float | Tensor | None = None, **_:
     return site.kept(p).to(x.dtype)
 
 
-def bernoulli_with(site: RandomSite, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
-    """Ones with a probability that is never x, which may be memory without values."""
-    return bernoulli(site, x, p)
-
-
 def rrelu(
     site: RandomSite,
     x: Tensor,
@@ -310,7 +305,7 @@ DRAWS: Mapping[str, Callable[..., Any]] = {
     "aten::feature_alpha_dropout_": _in_place(alpha_dropout),
     "aten::scaled_dot_product_attention": attention,
     "aten::bernoulli": bernoulli,
-    "aten::bernoulli_": _in_place(bernoulli_with),
+    "aten::bernoulli_": _in_place(lambda site, x, p=0.5, **_: bernoulli(site, x, p)),
     "aten::rrelu": rrelu,
     "aten::rrelu_": _in_place(rrelu),
     "aten::uniform": uniform,
