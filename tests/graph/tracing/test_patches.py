@@ -124,8 +124,24 @@ def of_written(x: Tensor) -> Tensor:
     return x + 1 if flags.any() else -x
 
 
+FLAGS = torch.tensor([True, False])
+
+
+def of_flags(x: Tensor) -> Tensor:
+    for flag in FLAGS:  # as TabNet tells columns of numbers from others
+        x = x + 1 if flag else x.exp()
+    return x
+
+
 def of_chosen(x: Tensor) -> Tensor:
     return x + 1 if x[x > 0].shape[0] - 1 > 3 else -x
+
+
+def test_a_choice_by_constant_tensors_is_made() -> None:
+    """They are part of the captured model, as numbers are, and attributes are compared in steps."""
+    captured = capture(Checked(of_flags), torch.randn(4, 3))
+    called = [str(node.target) for node in captured.programs.example.calls]
+    assert called[:2] == ["aten.add.Tensor", "aten.exp.default"]
 
 
 def test_a_choice_by_sizes_alone_is_made() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -74,7 +74,7 @@ def without_raising_guards(
 
     A test that chooses between two ways to go on is left alone: the operations would differ from
     batch to batch. Only where it depends on nothing but sizes (``positions.diff().ne(1).any()`` of
-    an ``arange``) and buffers (``if self.is_initialized:``) is its truth known.
+    an ``arange``), buffers (``if self.is_initialized:``) and constants is its truth known.
 
     A number that a tensor is asked for (``item``) is compared as a symbol, whose truth is asked.
     """
@@ -201,16 +201,18 @@ def _constant_truth(
     """
     if (traced := traced_node(value)) is None:
         return None
+    mode: Any = get_proxy_mode()
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    known = {
-        node: tensor for node, tensor in zip(inputs, state, strict=False) if tensor is not None
-    }
+    held = dict(zip(inputs, state, strict=False))
+    constants = [node for node in traced.graph.nodes if node.op == "get_attr"]
+    held.update((node, getattr(mode.tracer.root, str(node.target))) for node in constants)
+    known = {n: t for n, t in held.items() if type(t) is torch.Tensor and not t.is_meta}
     if (calls := _constant_calls(value, known)) is None:
         return None
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         once, twice = (bool(_computed(calls, known, times)) for times in (1, 2))
     if asked is not None:
-        asked.update(inputs.index(node) for node in calls if node in known)
+        asked.update(i for i, node in enumerate(inputs) if node in calls)
     return once if once == twice else None
 
 
