@@ -71,10 +71,9 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
         if module.training != training:
             # Adapters merge themselves with weights for evaluation. Their forward computes the same
             # without that, and steps change the weights later: there is no memory to write to here.
-            parameters = () if training else tuple(module.parameters())
-            flat = ((p, "data", p.data.new_zeros(()).expand(p.shape)) for p in parameters)
+            held = module.parameters() if not training else ()
             try:
-                with with_attributes(flat):
+                with with_attributes((p, "data", p.new_zeros(()).expand(p.shape)) for p in held):
                     module.train(training)
             except RuntimeError:
                 for part in module.modules():
