@@ -111,12 +111,20 @@ class Noisy(TwoBranch):
         return super().forward(x + torch.randn_like(x), word, label)
 
 
+class LeavesOut(TwoBranch):
+    """Leaves out samples, as timm's DropPath does, by an operation with an argument ``p``."""
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * x.new_empty(len(x), 1).bernoulli_(0.5), word, label)
+
+
 @pytest.mark.dist
-def test_random_numbers_are_told_apart_from_errors() -> None:
+@pytest.mark.parametrize("draws", [Noisy, LeavesOut])
+def test_random_numbers_are_told_apart_from_errors(draws: type[TwoBranch]) -> None:
     """Noise is drawn by sample, and compared; as each stage draws it, it differs, and the summary
     says why.
     """
-    workload = Workload(Noisy(), batch(4))
+    workload = Workload(draws(), batch(4))
     result = verify(workload, 2, batch=batch(8), timeout=LIMIT_S)
     assert result.bitwise
     assert result.against == CAPTURED

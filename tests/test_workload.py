@@ -51,6 +51,9 @@ def test_a_module_that_is_wrapped_for_another_way_to_train_is_refused():
     compiled = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 1)))
     with pytest.raises(TypeError, match=r"not in OptimizedModule; leave torch.compile out; --comp"):
         Workload(compiled, torch.ones(2, 2))
+    scripted = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(2, 2)))
+    with pytest.raises(TypeError, match=r"not in ScriptModule; leave torch.jit out"):
+        Workload(scripted, torch.ones(2, 2))
     with pytest.raises(TypeError, match=r"not in DataParallel; pass the module inside"):
         Workload(torch.nn.DataParallel(torch.nn.Linear(2, 1)), torch.ones(2, 2))
 

@@ -43,10 +43,11 @@ _WRAPPERS = {
     "DataParallel": _REPLICAS,
     "FullyShardedDataParallel": _REPLICAS,
     "FSDPModule": "leave fully_shard out; --shard-optimizer shares the optimizer's state",
+    "ScriptModule": "leave torch.jit out: capturing needs the module that was scripted or traced",
     "OptimizedModule": 'leave torch.compile out; --compile inductor (ComputeOptions(compile="induct'
     'or")) compiles each stage',
 }
-"""Classes of modules that do themselves what a plan does, and what to do instead."""
+"""Classes of modules that are no plain ones for a plan to cut, and what to do instead."""
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,47 @@ def test_operator_that_does_nothing_in_evaluation_disappears() -> None:
     assert [op.name for op in evaluation.graph.ops] == ["first", "last"]
 
 
+class Adapter(nn.Linear):
+    """A frozen layer and two small ones, merged for evaluation as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.weight.requires_grad = False
+        self.down, self.up = nn.Parameter(torch.ones(1, 8)), nn.Parameter(torch.ones(8, 1))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> "Adapter":
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += self.up @ self.down * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        return result if self.merged else result + x @ self.down.T @ self.up.T
+
+
+def test_weights_are_not_merged_for_evaluation() -> None:
+    """Steps change them later, and on other ranks they have no memory; the result is the same. What
+    was merged before is no longer, so that training has gradients.
+    """
+    module = Net(lambda net, h: net.adapter(h))
+    module.adapter = Adapter()
+    before = module.adapter.weight.clone()
+    captured = capture(module.eval(), batch())
+    torch.testing.assert_close(module.train().adapter.weight, before)
+    assert check_split(captured, batch(), one_stage(captured), exact=True) == 0.0
+    before = module.adapter.weight.clone()
+    evaluation = captured.evaluation()
+    assert torch.equal(module.adapter.weight, before)
+    assert not module.adapter.merged
+    with torch.no_grad():
+        module.adapter.up.mul_(2)
+    loss, _ = run_stages(split(evaluation, stage_each(captured)), batch(3), backward=False)
+    torch.testing.assert_close(loss, module.eval()(*batch(3)).detach())
+
+
 def test_granularity_is_checked() -> None:
     """A wrong argument is a ValueError."""
     with pytest.raises(ValueError, match="'fine' is none of operator, layer, block"):

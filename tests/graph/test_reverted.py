@@ -23,3 +23,12 @@ def test_buffers_that_a_forward_changed_or_assigned_before_it_failed_are_as_befo
     assert norm.running_mean is mean
     assert mean.item() == 0
     assert norm.running_var is variance
+
+
+def test_a_buffer_that_a_forward_resizes_is_as_before() -> None:
+    """As the observers of quantisation-aware training do in their first call."""
+    module = torch.nn.Module()
+    module.register_buffer("least", torch.empty(0))
+    with unchanged_buffers(module):
+        module.get_buffer("least").resize_(3).zero_()
+    assert module.get_buffer("least").shape == (0,)

@@ -69,7 +69,15 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """
     with with_attributes((part, "training", part.training) for part in module.modules()):
         if module.training != training:
-            module.train(training)
+            # Adapters merge themselves with weights for evaluation. Their forward computes the same
+            # without that, and steps change the weights later: there is no memory to write to here.
+            held = module.parameters() if not training else ()
+            try:
+                with with_attributes((p, "data", p.new_zeros(()).expand(p.shape)) for p in held):
+                    module.train(training)
+            except RuntimeError:
+                for part in module.modules():
+                    part.training = training
         yield
 
 

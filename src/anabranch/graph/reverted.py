@@ -68,6 +68,8 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     # running means), and must not change, because autograd may have saved the buffer.
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:  # observers of quantisation have no entries at first
+                tensor.resize_(value.shape)
             tensor.copy_(value)
 
 

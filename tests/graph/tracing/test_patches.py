@@ -124,14 +124,34 @@ def of_written(x: Tensor) -> Tensor:
     return x + 1 if flags.any() else -x
 
 
+FLAGS = torch.tensor([True, False])
+
+
+def of_flags(x: Tensor) -> Tensor:
+    for flag in FLAGS:  # as TabNet tells columns of numbers from others
+        x = x + 1 if flag else x.exp()
+    return x
+
+
+def of_chosen(x: Tensor) -> Tensor:
+    return x + 1 if x[x > 0].shape[0] - 1 > 3 else -x
+
+
+def test_a_choice_by_constant_tensors_is_made() -> None:
+    """They are part of the captured model, as numbers are, and attributes are compared in steps."""
+    captured = capture(Checked(of_flags), torch.randn(4, 3))
+    called = [str(node.target) for node in captured.programs.example.calls]
+    assert called[:2] == ["aten.add.Tensor", "aten.exp.default"]
+
+
 def test_a_choice_by_sizes_alone_is_made() -> None:
     """Any batch makes the same one; not so by the number of samples, or by random numbers."""
     captured = capture(Checked(of_sizes), torch.randn(4, 3))
     called = [str(node.target) for node in captured.programs.example.calls]
     assert "aten.add.Tensor" in called
     assert "aten.neg.default" not in called
-    for choice in (of_chance, of_written):
-        with pytest.raises(CaptureError, match=r"return x \+ 1 if"):
+    for choice in (of_chance, of_written, of_chosen):
+        with pytest.raises(CaptureError, match=r"return x \+ 1 if.*needs the value"):
             capture(Checked(choice), torch.randn(4, 3))
     with pytest.raises(CaptureError, match="other operations for 8 samples than for 4 samples"):
         capture(Checked(of_samples), torch.randn(4, 3))

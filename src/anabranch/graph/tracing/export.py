@@ -29,6 +29,7 @@ from anabranch.graph.module_state import layer_dropout, without_keeping
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.attributes_read import AttributesRead
 from anabranch.graph.tracing.empty_selections import EmptySelections
+from anabranch.graph.tracing.equal_masks import EqualMasks
 from anabranch.graph.tracing.lost_calls import watched
 from anabranch.graph.tracing.returned_loss import fields_of, is_fraction, scalars
 from anabranch.graph.user_lines import user_frame, user_line
@@ -119,6 +120,7 @@ def export(
                     stack.enter_context(guards)
                     stack.enter_context(patches.library_rules(dynamic=dynamic))
                     stack.enter_context(patches.NoGradDetached())
+                    stack.enter_context(EqualMasks())
                 exported = torch.export.export(
                     module,
                     tuple(leaves),

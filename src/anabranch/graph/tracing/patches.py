@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.device.kinds import CPU
-from anabranch.graph.flat_program import is_random, storage, written
+from anabranch.graph.flat_program import is_random, is_written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
@@ -74,7 +74,7 @@ def without_raising_guards(
 
     A test that chooses between two ways to go on is left alone: the operations would differ from
     batch to batch. Only where it depends on nothing but sizes (``positions.diff().ne(1).any()`` of
-    an ``arange``) and buffers (``if self.is_initialized:``) is its truth known.
+    an ``arange``), buffers (``if self.is_initialized:``) and constants is its truth known.
 
     A number that a tensor is asked for (``item``) is compared as a symbol, whose truth is asked.
     """
@@ -162,6 +162,12 @@ def _depends_on_data(symbol: Any) -> bool:
     return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
 
 
+def _is_batch_size(node: fx.Node) -> bool:
+    """True for a size that is known from the batch's, not one of values that a mask has chosen."""
+    is_size = node.target is torch.ops.aten.sym_size.int
+    return is_size and not _depends_on_data(node.meta["val"])
+
+
 def _constant_calls(
     value: torch.Tensor | torch.SymBool,
     known: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
@@ -174,17 +180,15 @@ def _constant_calls(
     reached, pending = {traced}, [traced]
     while pending:
         node = pending.pop()
-        if node.target is torch.ops.aten.sym_size.int or node in known:
+        if node in known or _is_batch_size(node):
             continue
         if node.op != "call_function" or is_random(node.target):
             return None
         pending += [source for source in node.all_input_nodes if source not in reached]
         reached.update(node.all_input_nodes)
-    nodes = list(traced.graph.nodes)
-    storages = {storage(node) for node in reached} - {None}
-    if any(storage(target) in storages for node in nodes for target in written(node)):
+    if is_written(reached):
         return None
-    return [node for node in nodes if node in reached]
+    return [node for node in traced.graph.nodes if node in reached]
 
 
 def _constant_truth(
@@ -197,16 +201,18 @@ def _constant_truth(
     """
     if (traced := traced_node(value)) is None:
         return None
+    mode: Any = get_proxy_mode()
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    known = {
-        node: tensor for node, tensor in zip(inputs, state, strict=False) if tensor is not None
-    }
+    held = dict(zip(inputs, state, strict=False))
+    constants = [node for node in traced.graph.nodes if node.op == "get_attr"]
+    held.update((node, getattr(mode.tracer.root, str(node.target))) for node in constants)
+    known = {n: t for n, t in held.items() if type(t) is torch.Tensor and not t.is_meta}
     if (calls := _constant_calls(value, known)) is None:
         return None
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         once, twice = (bool(_computed(calls, known, times)) for times in (1, 2))
     if asked is not None:
-        asked.update(inputs.index(node) for node in calls if node in known)
+        asked.update(i for i, node in enumerate(inputs) if node in calls)
     return once if once == twice else None
 
 
@@ -219,7 +225,7 @@ def _computed(
         call: Any = node.target
         if node in known:
             values[node] = known[node].cpu()
-        elif call is torch.ops.aten.sym_size.int:
+        elif _is_batch_size(node):
             values[node] = times * node.meta["val"].node.hint
         else:
             operands = fx.map_arg((node.args, node.kwargs), values.__getitem__)

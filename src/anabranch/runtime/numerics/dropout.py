@@ -191,8 +191,9 @@ def without_dropout(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
+        names = _CHANCES if "dropout" in schema_name(node) else _CHANCES[1:]  # not of bernoulli_
         for i, argument in enumerate(node.target._schema.arguments):
-            if argument.name in _CHANCES:
+            if argument.name in names:
                 if i < len(node.args):
                     node.update_arg(i, 0.0)
                 else:

@@ -305,7 +305,7 @@ DRAWS: Mapping[str, Callable[..., Any]] = {
     "aten::feature_alpha_dropout_": _in_place(alpha_dropout),
     "aten::scaled_dot_product_attention": attention,
     "aten::bernoulli": bernoulli,
-    "aten::bernoulli_": _in_place(bernoulli),
+    "aten::bernoulli_": _in_place(lambda site, x, p=0.5, **_: bernoulli(site, x, p)),
     "aten::rrelu": rrelu,
     "aten::rrelu_": _in_place(rrelu),
     "aten::uniform": uniform,
