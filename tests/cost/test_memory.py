@@ -13,7 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.memory import DeviceMemory, deal, memory_terms
 from anabranch.cost.stage_weights import Border, Held, StageWeights, Traffic
 from anabranch.graph.opgraph import Op, OpGraph
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 #              per sample
 #  parameters   1000, of which 800 are trained, the largest gradient 300
@@ -85,6 +85,14 @@ def test_recomputation_keeps_one_inside():
 def test_options(options, more):
     """Each changes what is there whatever is in flight, and nothing else."""
     assert memory(**options) == DeviceMemory(3435 + more, 42, 300, 1600)
+
+
+def test_state_of_the_optimizer_is_as_measured():
+    """Here .5 of the 800 bytes, unless a factor is given."""
+    profile = replace(PROFILE, update=UpdateCost(0.0, 0.0, 0.0, state=0.5))
+    cost = CostModel(profile, Cluster.preset("local:1"))
+    assert memory().resident - cost.memory(WEIGHTS, 8, 3).resident == 1.5 * 800
+    assert replace(cost, optimizer_factor=2.0).memory(WEIGHTS, 8, 3) == memory()
 
 
 @pytest.mark.parametrize(("replicas", "held"), [(1, 800), (2, 400), (4, 200)])

@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from anabranch.cli import output
-from anabranch.cli.parsing import completed
+from anabranch.cli.parsing import completed, in_plain_words
 from anabranch.cli.training.run_file import asks_for_json
 from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError, shadowed
 
@@ -84,6 +84,8 @@ class _Verb(TyperCommand):
         except typer.BadParameter as error:
             if error.param is not None and not error.message:  # it is missing
                 error.message = completed(self, error.param, written)
+            else:
+                error.message = in_plain_words(error)
             raise
 
 

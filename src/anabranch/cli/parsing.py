@@ -112,6 +112,17 @@ _EXAMPLES = {"model": "mmt", "cluster": "summit:8x4", "batch_size": "64"}
 """Example values of required arguments and options."""
 
 
+def in_plain_words(error: typer.BadParameter) -> str:
+    """Return the message for a refused value; one of a wrong type or size speaks as pydantic."""
+    message = error.message.removeprefix("Value error, ")
+    if not message.startswith("Input should be"):
+        return message
+    expected = message.removeprefix("Input should be").partition(", unable to parse")[0]
+    unit = getattr(error.param, "metavar", None)  # STEPS or SECONDS
+    counted = f", in {unit.lower()}" if unit else ""
+    return f"it should be{expected.replace('valid integer', 'whole number')}{counted}"
+
+
 def completed(verb: Any, missing: Any, arguments: Sequence[str]) -> str:
     """Return the help of a missing argument or option, with an example of the whole command.
 

@@ -24,7 +24,7 @@ from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import Profile, UpdateCost, between, on_grid, row_below
+from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost, between, on_grid, row_below
 from anabranch.remembered import remembered
 
 
@@ -35,8 +35,8 @@ class CostModel:
     Attributes:
         profile: seconds and bytes of the operators.
         cluster: links and memory.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with
-            momentum 1).
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter (SGD with
+            momentum 1); by default as measured with the profile, or that of Adam.
         updates: number of updates of the weights in one batch, each with its all-reduce; more than
             1 where a planner is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
@@ -47,7 +47,7 @@ class CostModel:
 
     profile: Profile
     cluster: Cluster
-    optimizer_factor: float = 2.0
+    optimizer_factor: float | None = None
     updates: int = 1
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
@@ -57,6 +57,12 @@ class CostModel:
     def graph(self) -> OpGraph:
         """The operators that are priced."""
         return self.profile.graph
+
+    @property
+    def state_share(self) -> float:
+        """Optimizer state in bytes per byte of trainable parameter."""
+        measured = ADAM_STATE if self.profile.update is None else self.profile.update.state
+        return measured if self.optimizer_factor is None else self.optimizer_factor
 
     def covers(self, samples: float) -> bool:
         """Return whether the profile prices this sample count; a proportional one prices any."""
@@ -202,7 +208,7 @@ class CostModel:
     @cached_property
     def update(self) -> UpdateCost:
         """Seconds of an update on a device."""
-        return update_cost(self.profile, self.cluster, self.optimizer_factor)
+        return update_cost(self.profile, self.cluster, self.state_share)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -339,7 +345,7 @@ class CostModel:
                 replicas,
                 np.minimum(replicas - 1, terms),
                 versions,
-                self.optimizer_factor,
+                self.state_share,
                 held.tables,
                 held.rows,
                 self.update.all_temporary,

@@ -25,7 +25,7 @@ from anabranch.files.jsonfile import (
 )
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Precision, Value
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import ADAM_STATE, OpCost, Profile
 
 PROFILE = "anabranch.profile/1"
 
@@ -87,6 +87,7 @@ class _UpdateEntry(Strict):
     byte_s: Seconds
     all_temporary: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     largest_temporary: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    state: Annotated[float, Field(ge=0, le=1e6)] = ADAM_STATE
 
 
 class _ProfileFile(Strict):

@@ -10,7 +10,7 @@ from anabranch.profile.profile import Profile
 
 
 def prices_of(
-    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_factor: float = 2.0
+    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_factor: float | None = None
 ) -> CostModel:
     """Return a cost model with the plan's sharded optimizer state and sparse gradients.
 

@@ -47,6 +47,10 @@ class OpCost:
         return self.weight_s or tuple(seconds / 2 for seconds in self.backward_s)
 
 
+ADAM_STATE = 2.0
+"""Bytes of Adam's state per byte of parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
     """Seconds of an update of trainable parameters, clipping included, and its extra memory.
@@ -57,6 +61,7 @@ class UpdateCost:
         all_temporary: bytes that are alive at once only in an update, per byte of all parameters.
         largest_temporary: the same per byte of the largest parameter; an optimizer that goes from
             parameter to parameter has only these.
+        state: bytes of the optimizer's state per byte of parameters.
     """
 
     fixed_s: float
@@ -64,12 +69,13 @@ class UpdateCost:
     byte_s: float
     all_temporary: float = 0.0
     largest_temporary: float = 0.0
+    state: float = ADAM_STATE
 
     def __post_init__(self) -> None:
         for seconds in (self.fixed_s, self.tensor_s, self.byte_s):
             if not (seconds >= 0 and math.isfinite(seconds)):
                 raise ValueError(f"an update has a time of {seconds} s")
-        for share in (self.all_temporary, self.largest_temporary):
+        for share in (self.all_temporary, self.largest_temporary, self.state):
             if not (share >= 0 and math.isfinite(share)):
                 raise ValueError(f"an update takes {share} bytes per byte of its parameters")
 

@@ -51,7 +51,7 @@ def plan(
     planner: str = "auto",
     microbatch_size: int | None = None,
     schedule: str = "auto",
-    optimizer_factor: float = 2.0,
+    optimizer_factor: float | None = None,
     max_replicas: int | None = None,
     planner_options: Mapping[str, object] | None = None,
     model: str = "",
@@ -81,7 +81,7 @@ def plan(
             minimal and with deep warm-up, the minimal one if both are equal, and for the best
             proposals the schedule with split backwards that saves most, if it saves enough;
             ``published``: the schedule of the planner's paper.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        optimizer_factor: see ``CostModel``.
         max_replicas: most replicas of one stage.
         planner_options: values for fields of the planner.
         model: name of the model, for the plan's reader.

@@ -32,7 +32,7 @@ def simulate(
     cluster: Cluster,
     *,
     schedule: str | None = None,
-    optimizer_factor: float = 2.0,
+    optimizer_factor: float | None = None,
     sparse_embeddings: bool | None = None,
 ) -> Timeline:
     """Predict the timeline of one step of a plan.
@@ -47,7 +47,7 @@ def simulate(
         schedule: another schedule than the plan's, with that schedule's own in-flight counts;
             ``auto`` for the fastest that ``plan`` chooses from, ``published`` for the fastest of
             the planner's paper.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        optimizer_factor: see ``CostModel``.
         sparse_embeddings: as for ``plan``; by default as the plan says.
 
     Raises:

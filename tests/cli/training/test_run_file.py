@@ -91,7 +91,7 @@ def test_a_run_goes_on_by_the_file_that_it_began_with(tmp_path: Path):
         ('model = "m"\n[training]\nsteps = 7', "training is a table"),
         ('model = "m"\nsteps = true', "steps is no switch, so it cannot be true"),
         ('model = "m"\nlog = "csv:a"', 'so it is a list: ["csv:a"]'),
-        ('model = "m"\nsteps = "many"', "steps = 'many': "),
+        ('model = "m"\nsteps = "many"', "steps = 'many': it should be a whole number"),
         ('model = "m"\nprecision = "fp8"', "'fp8' is not one of"),
         ("model = ", "is no TOML file"),
         ("model = mymodel:workload", 'texts stand in quotes: model = "mymodel:workload"'),

@@ -195,6 +195,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
         (["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
         (["--log", "csv:nowhere/a.csv"], "there is no folder"),
         (["--save-every", "3"], "--save-every needs --save"),
+        (["--evaluate-every", "10s"], "it should be a whole number, in steps"),
+        (["--timeout", "0"], "it should be greater than or equal to 0.1, in seconds"),
     ],
 )
 def test_what_is_wrong_with_any_model_is_refused_before_the_model_is_loaded(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.checkpoint import MANIFEST
+from anabranch.cli.training.run_results import say_stopped
 from anabranch.record import load_run
 
 pytestmark = pytest.mark.dist
@@ -79,3 +81,16 @@ def test_the_second_ctrl_c_is_obeyed_at_once(run, tmp_path):
     assert code == 130
     assert "stopped at once; there is no checkpoint" in err
     assert not (tmp_path / "kept").exists()
+
+
+def test_a_checkpoint_that_was_begun_is_none(tmp_path, capsys):
+    """Of several none may be complete; one alone is its own folder."""
+    (tmp_path / ".step-1.0a.partial").mkdir()
+    say_stopped(tmp_path)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / MANIFEST).touch()
+    say_stopped(tmp_path)
+    say_stopped(tmp_path / "step-2")
+    one = f"stopped at once; the checkpoint is {tmp_path / 'step-2'}"
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["stopped at once; there is no checkpoint", one, one]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.export import CaptureWarning
-from anabranch.graph.tracing.patches import library_rules, rare_collection
+from anabranch.graph.tracing.patches import library_rules, tracing_alone
 from tests.graph.chain import check_split
 from tests.graph.nets import one_stage
 
@@ -349,7 +350,7 @@ def test_collection_of_garbage_is_rare_inside_and_as_before_outside() -> None:
     try:
         for own, inside in ((700, 20_000), (50_000, 50_000), (0, 0)):
             gc.set_threshold(own, 10, 10)
-            with rare_collection():
+            with tracing_alone():
                 assert gc.get_threshold()[0] == inside
             assert gc.get_threshold() == (own, 10, 10)
     finally:
@@ -362,3 +363,27 @@ def test_a_name_that_a_library_no_longer_has_is_left_alone(monkeypatch: pytest.M
     with library_rules():
         assert not hasattr(torch.nn.modules.transformer, "_detect_is_causal_mask")
     assert not hasattr(torch.nn.modules.transformer, "_detect_is_causal_mask")
+
+
+def test_two_threads_that_trace_leave_nothing_patched() -> None:
+    """The second begins while the first is in its forward, and would keep what that has patched."""
+    before, other = dict(vars(Tensor)), threading.Thread(target=lambda: traced(nn.Tanh()))
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not other.ident:
+                other.start()
+                other.join(0.2)
+            return x.tanh()
+
+    def traced(part: nn.Module) -> None:
+        capture(nn.Sequential(nn.Linear(2, 1), part, Mean()), (torch.ones(4, 2),))
+
+    traced(Slow())
+    other.join()
+    assert dict(vars(Tensor)) == before
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()

@@ -212,3 +212,28 @@ def test_temporaries_of_an_update(make, of_all, of_largest):
     cost = measure_update(Workload(module, (torch.zeros(2, 64),), optimizer=make))
     assert cost.all_temporary == pytest.approx(of_all, abs=0.01)
     assert cost.largest_temporary == pytest.approx(of_largest, abs=0.05)
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps what it has where nobody looks."""
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), 0),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1),
+        (torch.optim.Adam, 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+        (lambda p: torch.optim.Adafactor(w for _, w in p), (64 + 64) / 64**2),
+        (lambda p: Averaging(p, 0.1), 2),
+    ],
+    ids=["sgd", "momentum", "adam", "amsgrad", "adafactor", "of the user"],
+)
+def test_state_of_an_optimizer(make, state):
+    """Per byte of parameters, without counts of steps; the user's own may keep more elsewhere, so
+    it has at least that of Adam.
+    """
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    workload = Workload(module, (torch.zeros(2, 64),), optimizer=make)
+    assert measure_update(workload).state == state

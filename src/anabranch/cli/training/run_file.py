@@ -26,6 +26,7 @@ from typing import Any
 
 import typer
 
+from anabranch.cli.parsing import in_plain_words
 from anabranch.cli.source import model_in_file
 from anabranch.errors import FileFormatError, meant
 
@@ -65,7 +66,7 @@ def model_or_file(context: typer.Context, model: str) -> str:
                 try:  # by the rules of the command line, which would not name the file
                     known[name].process_value(context, value)
                 except typer.BadParameter as error:
-                    message = f"{path}: {key} = {value!r}: {error.message}"
+                    message = f"{path}: {key} = {value!r}: {in_plain_words(error)}"
                     raise typer.BadParameter(message) from error
             defaults[str(known[name].name)] = value
     named = defaults.pop(_MODEL, None)

@@ -151,10 +151,11 @@ def say_stopping() -> None:
 def say_stopped(save: Path | None) -> None:
     """Print the answer to the second Ctrl-C: which checkpoint there is."""
     there = "there is no checkpoint"
-    if save is not None and save.exists():
-        from anabranch.checkpoint import newest
+    if save is not None:
+        from anabranch.checkpoint import MANIFEST, newest
 
-        there = f"the checkpoint is {newest(save) or save}"
+        if last := save if (save / MANIFEST).exists() else newest(save):
+            there = f"the checkpoint is {last}"
     sys.stderr.write(f"stopped at once; {there}\n")
 
 

@@ -43,7 +43,7 @@ from anabranch.graph.tracing.counted_means import counted_means
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.export import ReturnsLoss, export, quiet
 from anabranch.graph.tracing.lowering import RefusedError, batch_sizes, lower, require_samples
-from anabranch.graph.tracing.patches import rare_collection, without_raising_guards
+from anabranch.graph.tracing.patches import tracing_alone, without_raising_guards
 from anabranch.graph.user_lines import call_place, user_line
 from anabranch.remembered import remembered
 
@@ -96,7 +96,7 @@ class Exporter:
         self.fixed: dict[int, torch.export.ExportedProgram] = {}
         self._dynamic: torch.export.ExportedProgram | None = None
 
-    @rare_collection()
+    @tracing_alone()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """Return the flat program for a number of samples, which makes its tensors on the device.
 
@@ -140,6 +140,7 @@ class Exporter:
                 return trace()
 
     @remembered
+    @tracing_alone()
     def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:
         """Return submodule, by the tracer's path -> arguments and results of its call, as names of
         the program's nodes; without modules that have children, if the tracer fails on them.

@@ -43,14 +43,17 @@ Python's default such searches take 6 to 12 % of a capture, and save 1 % of its 
 
 
 @contextlib.contextmanager
-def rare_collection() -> Iterator[None]:
-    """Inside, Python looks for cycles of garbage rarely; not at all if it did not before."""
-    least, *others = gc.get_threshold()
-    gc.set_threshold(max(least, _COLLECT_AFTER) if least else 0, *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(least, *others)
+def tracing_alone() -> Iterator[None]:
+    """Inside, no other thread traces, as what is patched is that of all threads, and Python looks
+    for cycles of garbage rarely; not at all if it did not before.
+    """
+    with _TRACING:
+        least, *others = gc.get_threshold()
+        gc.set_threshold(max(least, _COLLECT_AFTER) if least else 0, *others)
+        try:
+            yield
+        finally:
+            gc.set_threshold(least, *others)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from anabranch.device import accelerator
 from anabranch.errors import naming_line
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.profile.measure import measure
-from anabranch.profile.profile import Profile, UpdateCost
+from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost
 from anabranch.profile.storages import Storages
 from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
 from anabranch.runtime.measurement.peak_memory import PeakMemory
@@ -38,6 +38,7 @@ from anabranch.runtime.state.optimizer_facts import (
     TakenGradients,
     refuse_unsupported,
     taken_gradients,
+    unlike_torchs,
 )
 from anabranch.workload import Batch, Workload
 
@@ -177,8 +178,10 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     for count in counts:
         part = chosen[:count]
         rows.append((1.0, float(count), float(sum(p.nbytes for _, p in part))))
-        seconds.append(_TrialUpdate(workload, part, place).seconds())
-    return replace(fit(rows, seconds), **_temporary(workload, chosen, place))
+        trial = _TrialUpdate(workload, part, place)
+        seconds.append(trial.seconds())
+    memory = _temporary(workload, chosen, place)
+    return replace(fit(rows, seconds), state=trial.state_share(), **memory)
 
 
 def _temporary(
@@ -250,6 +253,15 @@ class _TrialUpdate:
                 if time.perf_counter() > deadline:
                     break
         return statistics.median(taken)
+
+    def state_share(self) -> float:
+        """Return bytes of the state per byte of parameters, after an update, without single
+        numbers; at least that of Adam where an optimizer may hold more of it by itself.
+        """
+        values = (v for state in self._optimizer.state.values() for v in state.values())
+        kept = sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.dim())
+        share = kept / max(sum(p.nbytes for p in self._held.values() if p.dim()), 1)
+        return max(share, ADAM_STATE) if unlike_torchs(self._optimizer) else share
 
     def _give_gradients(self) -> None:
         """Give copies gradients of the kind that they have in training: rows for ``SparseAdam``,

@@ -52,7 +52,7 @@ def simulate_async(
     cluster: Cluster,
     *,
     policy: str = "",
-    optimizer_factor: float = 2.0,
+    optimizer_factor: float | None = None,
     optimizer: OptimizerFacts | None = None,
 ) -> Simulated:
     """Predict a plan without a flush.
@@ -64,7 +64,7 @@ def simulate_async(
         cluster: cluster on which the plan shall run.
         policy: another policy than the plan's; for ``auto``, or empty where the plan has none, the
             one that ``weights.recommend`` names.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        optimizer_factor: see ``CostModel``.
         optimizer: facts on which policies depend, if they are known.
 
     Raises:

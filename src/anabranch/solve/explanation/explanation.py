@@ -204,7 +204,7 @@ def explain(
     cluster: Cluster,
     *,
     schedule: str | None = None,
-    optimizer_factor: float = 2.0,
+    optimizer_factor: float | None = None,
 ) -> Explanation:
     """Say what the step of a plan is spent on, and what would shorten it.
 
@@ -213,7 +213,7 @@ def explain(
         profile: seconds and bytes of the model's operators.
         cluster: cluster on which the plan shall run.
         schedule: another schedule than the plan's, as for ``simulate``.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        optimizer_factor: see ``CostModel``.
 
     Raises:
         InvalidPlanError: if the plan does not suit model and cluster.
