@@ -329,7 +329,7 @@ class CostModel:
             updated: trainable bytes that a replica updates; by default an equal part.
             terms: most terms of other replicas in memory, by default those of the fullest replica.
         """
-        samples, held = -(-microbatch_size // replicas), weights.held
+        samples, held, update = -(-microbatch_size // replicas), weights.held, self.update
         if updated is None:
             updated = held.trainable / (replicas if self.shard_optimizer else 1)
         stage = StageBytes(
@@ -341,15 +341,11 @@ class CostModel:
             kept=weights.kept * samples + weights.kept_fixed,
             passing=weights.passes.at(samples),
         )
-        update = self.update
-        return device_memory(
-            stage,
-            OptimizerBytes(self.optimizer_factor, update.all_temporary, update.largest_temporary),
-            recompute=recompute,
-            replicas=replicas,
-            terms=np.minimum(replicas - 1, terms),
-            versions=versions,
+        optimizer = OptimizerBytes(
+            self.optimizer_factor, update.all_temporary, update.largest_temporary
         )
+        others = np.minimum(replicas - 1, terms)
+        return device_memory(stage, optimizer, recompute, replicas, others, versions)
 
     def updated_bytes(self, mask: int, replicas: int) -> tuple[float, ...]:
         """Bytes of a stage's trainable parameters that each replica updates; parameters that it
