@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.cost.memory import DeviceMemory, deal, memory_terms
+from anabranch.cost.memory import DeviceMemory, OptimizerBytes, StageBytes, deal, device_memory
 from anabranch.cost.stage_weights import Border, Held, StageWeights, Traffic
 from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
@@ -200,8 +200,13 @@ def test_an_update_with_temporaries_counts_where_it_takes_more_than_a_backward()
     """Ten bytes of parameters, the largest of six: 30 with gradients and one state, and then the
     temporaries; a micro-batch in flight is less.
     """
-    common = (10.0, 10.0, 10.0, 6.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1, 0, 1, 1.0)
-    assert DeviceMemory(*memory_terms(*common)).peak(1) == 33
-    assert DeviceMemory(*memory_terms(*common, all_temporary=1.0)).peak(1) == 40
-    assert DeviceMemory(*memory_terms(*common, largest_temporary=2.0)).peak(1) == 42
-    assert DeviceMemory(*memory_terms(*common, largest_temporary=2.0)).peak(9) == 57
+    stage = StageBytes(10.0, 10.0, 0.0, 0.0, 10.0, 6.0, 0.0, 0.0, kept=3.0, passing=0.0)
+
+    def memory(**temporary: float) -> DeviceMemory:
+        optimizer = OptimizerBytes(1.0, 0.0, 0.0)._replace(**temporary)
+        return device_memory(stage, optimizer, recompute=0, replicas=1, terms=0, versions=1)
+
+    assert memory().peak(1) == 33
+    assert memory(all_temporary=1.0).peak(1) == 40
+    assert memory(largest_temporary=2.0).peak(1) == 42
+    assert memory(largest_temporary=2.0).peak(9) == 57

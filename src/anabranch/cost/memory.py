@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,8 +40,45 @@ MOST_TERMS = 2
 """Terms of other replicas in memory while a bucket is summed, on the fullest replica."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class StageBytes(NamedTuple):
+    """Bytes of a stage from which the memory of its devices follows; numbers, or arrays with an
+    entry per stage. ``Held`` has the parameters.
+
+    Attributes:
+        updated: trainable bytes that a replica updates.
+        largest_gradient: bytes of the largest gradient of one parameter.
+        entering: values of a micro-batch that a replica reads from other stages.
+        returning: gradients of the values of a micro-batch that it sends to other stages.
+        kept: values of a micro-batch that it keeps for the backward.
+        passing: bytes of a pass besides.
+    """
+
+    parameters: Number
+    trainable: Number
+    tables: Number
+    rows: Number
+    updated: Number
+    largest_gradient: Number
+    entering: Number
+    returning: Number
+    kept: Number
+    passing: Number
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes of an optimizer.
+
+    Attributes:
+        factor: state, in multiples of the updated bytes.
+        all_temporary: see ``UpdateCost``, as for ``largest_temporary``.
+    """
+
+    factor: float
+    all_temporary: float
+    largest_temporary: float
+
+
+class DeviceMemory(NamedTuple):
     """Bytes on a device of a stage; numbers, or arrays with an entry per stage.
 
     Attributes:
@@ -80,50 +118,36 @@ class DeviceMemory:
         return np.minimum(np.maximum(count, 0), num_microbatches).astype(np.int32)
 
 
-def memory_terms(
-    parameters: Number,
-    trainable: Number,
-    updated: Number,
-    largest_gradient: Number,
-    entering: Number,
-    returning: Number,
-    kept: Number,
-    passing: Number,
+def device_memory(
+    stage: StageBytes,
+    optimizer: OptimizerBytes,
     recompute: Number,
     replicas: Number,
     terms: Number,
     versions: Number,
-    optimizer_factor: float,
-    tables: Number = 0.0,
-    rows: Number = 0.0,
-    all_temporary: float = 0.0,
-    largest_temporary: float = 0.0,
-) -> tuple[Number, Number, Number, Number]:
-    """Return the fields of ``DeviceMemory``, from plain numbers; planners also compile it.
+) -> DeviceMemory:
+    """Return the memory of a device of a stage; the search compiles it, with plain numbers.
 
     Args:
-        updated: trainable bytes that a replica updates.
-        largest_gradient: bytes of the largest gradient of one parameter.
-        entering: bytes of a micro-batch, as are those ``kept`` and those of ``returning``
-            gradients.
-        passing: bytes of a pass besides.
         terms: terms of other replicas in memory while a bucket is summed; 0 for a single replica.
-        all_temporary: see ``UpdateCost``, as for ``largest_temporary``.
+        versions: versions of the trainable weights, the current one among them.
     """
-    state = parameters + trainable * versions + updated * optimizer_factor
-    inside = kept * recompute
-    dense = np.maximum(updated - tables, 0.0)
-    bucket = np.minimum(updated, np.maximum(largest_gradient, np.minimum(dense, BUCKET_BYTES)))
-    return (
-        state - tables + rows / replicas + entering + returning,
-        entering + (kept - inside),
-        inside + passing,
-        np.maximum(
-            # Rows as they came from all replicas, and their sums.
-            np.maximum(bucket * terms, rows * 2 * (terms > 0)),
-            (dense + rows / replicas) * all_temporary
-            + np.minimum(updated, largest_gradient) * largest_temporary,
-        ),
+    state = stage.parameters + stage.trainable * versions + stage.updated * optimizer.factor
+    inside = stage.kept * recompute
+    dense = np.maximum(stage.updated - stage.tables, 0.0)
+    largest = np.minimum(stage.updated, stage.largest_gradient)
+    bucket = np.minimum(
+        stage.updated, np.maximum(stage.largest_gradient, np.minimum(dense, BUCKET_BYTES))
+    )
+    # Rows as they came from all replicas, and their sums.
+    summing = np.maximum(bucket * terms, stage.rows * 2 * (terms > 0))
+    own_rows = stage.rows / replicas
+    updating = (dense + own_rows) * optimizer.all_temporary + largest * optimizer.largest_temporary
+    return DeviceMemory(
+        resident=state - stage.tables + own_rows + stage.entering + stage.returning,
+        flight=stage.entering + (stage.kept - inside),
+        backward=inside + stage.passing,
+        sums=np.maximum(summing, updating),
     )
 
 

@@ -19,7 +19,14 @@ from anabranch.cluster import Calibration, Cluster, Link
 from anabranch.compiled import Floats
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_price, all_reduce_s, border_price
-from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
+from anabranch.cost.memory import (
+    MOST_TERMS,
+    DeviceMemory,
+    OptimizerBytes,
+    StageBytes,
+    deal,
+    device_memory,
+)
 from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
@@ -328,30 +335,21 @@ class CostModel:
             updated: trainable bytes that a replica updates; by default an equal part.
             terms: most terms of other replicas in memory, by default those of the fullest replica.
         """
-        samples, held = -(-microbatch_size // replicas), weights.held
+        samples, held, update = -(-microbatch_size // replicas), weights.held, self.update
         if updated is None:
             updated = held.trainable / (replicas if self.shard_optimizer else 1)
-        return DeviceMemory(
-            *memory_terms(
-                held.parameters,
-                held.trainable,
-                updated,
-                weights.largest_gradient,
-                weights.border.entering.at(samples),
-                weights.border.entering_gradients.at(samples),
-                weights.kept * samples + weights.kept_fixed,
-                weights.passes.at(samples),
-                recompute,
-                replicas,
-                np.minimum(replicas - 1, terms),
-                versions,
-                self.state_share,
-                held.tables,
-                held.rows,
-                self.update.all_temporary,
-                self.update.largest_temporary,
-            )
+        stage = StageBytes(
+            *held,
+            updated=updated,
+            largest_gradient=weights.largest_gradient,
+            entering=weights.border.entering.at(samples),
+            returning=weights.border.entering_gradients.at(samples),
+            kept=weights.kept * samples + weights.kept_fixed,
+            passing=weights.passes.at(samples),
         )
+        optimizer = OptimizerBytes(self.state_share, update.all_temporary, update.largest_temporary)
+        others = np.minimum(replicas - 1, terms)
+        return device_memory(stage, optimizer, recompute, replicas, others, versions)
 
     def updated_bytes(self, mask: int, replicas: int) -> tuple[float, ...]:
         """Bytes of a stage's trainable parameters that each replica updates; parameters that it

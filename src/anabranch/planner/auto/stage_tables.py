@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import fewest_cards
 from anabranch.compiled import Floats, Ints, Table
-from anabranch.cost.memory import MOST_TERMS, memory_terms
+from anabranch.cost.memory import MOST_TERMS, OptimizerBytes, StageBytes, device_memory
 from anabranch.cost.stage_weights import pass_behind
 from anabranch.planner.auto.stage_records import (
     LevelRecord,
@@ -247,6 +247,9 @@ def count_in_flight(deep: bool, flush: bool, stages: Table[StageRecord], state: 
 
 def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], state: State) -> bool:
     """Limit micro-batches in flight by memory (``cost.memory``); False if the least do not fit."""
+    optimizer = OptimizerBytes(
+        numbers.optimizer_factor, numbers.all_temporary, numbers.largest_temporary
+    )
     largest = 0
     for s in range(len(stages)):
         largest = max(largest, stages[s].least * stages[s].microbatch)
@@ -254,31 +257,32 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
         s = stages[place].ordered
         stage = stages[s]
         n, trainable = stage.samples, stage.trainable
-        resident, flight, backward, sums = memory_terms(
-            stage.parameters,
-            trainable,
-            trainable / stage.replicas if sharded else trainable,
-            stage.largest_gradient,
-            stage.enters * n + stage.enters_fixed,
-            stage.returns * n + stage.returns_fixed,
-            stage.kept * n + stage.kept_fixed,
-            stage.passing,
-            stage.recompute,
-            stage.replicas,
-            min(stage.replicas - 1, MOST_TERMS),
-            1 + numbers.more_versions + numbers.versions_in_flight * stage.least,
-            numbers.optimizer_factor,
-            stage.tables,
-            stage.rows,
-            numbers.all_temporary,
-            numbers.largest_temporary,
+        held = StageBytes(
+            parameters=stage.parameters,
+            trainable=trainable,
+            tables=stage.tables,
+            rows=stage.rows,
+            updated=trainable / stage.replicas if sharded else trainable,
+            largest_gradient=stage.largest_gradient,
+            entering=stage.enters * n + stage.enters_fixed,
+            returning=stage.returns * n + stage.returns_fixed,
+            kept=stage.kept * n + stage.kept_fixed,
+            passing=stage.passing,
         )
-        free = numbers.memory - resident - backward
-        if stage.least * flight > free or resident + sums > numbers.memory:
+        memory = device_memory(
+            held,
+            optimizer,
+            recompute=stage.recompute,
+            replicas=stage.replicas,
+            terms=min(stage.replicas - 1, MOST_TERMS),
+            versions=1 + numbers.more_versions + numbers.versions_in_flight * stage.least,
+        )
+        free = numbers.memory - memory.resident - memory.backward
+        if stage.least * memory.flight > free or memory.resident + memory.sums > numbers.memory:
             return False
         room, stage.most = stage.wanted, -(-largest // stage.microbatch)
-        if flight > 0:
-            fitting = int(free // flight)
+        if memory.flight > 0:
+            fitting = int(free // memory.flight)
             room, stage.most = min(room, fitting), min(stage.most, fitting)
         for i in range(stage.edges[0]):
             before = stages[state.edges[state.edges_of[0, s, i]].ends[0]]
