@@ -53,7 +53,7 @@ def load_small_digits() -> Digits:
     """1,797 digits of 8 x 8 points; raises DataError without scikit-learn, which brings them."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
-        raise DataError("the 8 x 8 digits come with scikit-learn; pip install 'anabranch[data]'")
+        raise DataError("the 8 x 8 digits come with scikit-learn; pip install scikit-learn")
     return _read(Path(found.origin).parent / "datasets/data/digits.csv.gz", side=8, brightest=16)
 
 

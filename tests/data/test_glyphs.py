@@ -84,5 +84,5 @@ def test_other_names_change_with_the_epoch():
 def test_without_matplotlib_the_way_on_is_named(monkeypatch):
     """It is an extra."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install 'anabranch\[data\]'"):
+    with pytest.raises(DataError, match="pip install matplotlib"):
         glyphs.load_glyphs()

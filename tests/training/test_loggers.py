@@ -156,5 +156,5 @@ def test_a_missing_package_is_one_paragraph(monkeypatch, make, package):
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(TrainingError, match=rf"pip install 'anabranch\[{package}\]'"):
+    with pytest.raises(TrainingError, match=f"pip install {package} installs it"):
         make()

@@ -42,8 +42,7 @@ class CostModel:
     Attributes:
         profile: seconds and bytes of the operators.
         cluster: links and memory.
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter (SGD with
-            momentum 1); by default as measured with the profile, or that of Adam.
+        optimizer_factor: value of ``state_share`` in place of the profile's, or of Adam's.
         updates: number of updates of the weights in one batch, each with its all-reduce; more than
             1 where a planner is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
@@ -67,7 +66,7 @@ class CostModel:
 
     @property
     def state_share(self) -> float:
-        """Optimizer state in bytes per byte of trainable parameter."""
+        """Optimizer state in bytes per byte of trainable parameter (SGD with momentum 1)."""
         measured = ADAM_STATE if self.profile.update is None else self.profile.update.state
         return measured if self.optimizer_factor is None else self.optimizer_factor
 

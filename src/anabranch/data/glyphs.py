@@ -84,7 +84,7 @@ def load_glyphs(buckets: int = 4096) -> Glyphs:
     matplotlib = importlib.util.find_spec("matplotlib")
     if matplotlib is None or matplotlib.origin is None:
         raise DataError(
-            "matplotlib, whose font has the glyphs, is not installed: pip install 'anabranch[data]'"
+            "matplotlib, whose font has the glyphs, is not installed: pip install matplotlib"
         )
     names, images = draw(Path(matplotlib.origin).parent / FONT)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))

@@ -189,6 +189,6 @@ def _installed(module: str, package: str) -> Any:
     except ImportError as error:
         raise TrainingError(
             f"figures are to go to {package}, but the package {package} cannot be imported here "
-            f"({error}); pip install 'anabranch[{package}]' installs it, and JsonLines and Csv (on "
+            f"({error}); pip install {package} installs it, and JsonLines and Csv (on "
             "the command line jsonl:FILE and csv:FILE) need nothing"
         ) from error
