@@ -68,16 +68,12 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     Submodules keep modes of their own (frozen statistics), unless the whole is in the other mode.
     """
     with with_attributes((part, "training", part.training) for part in module.modules()):
-        if module.training != training:
-            # Adapters merge themselves with weights for evaluation. Their forward computes the same
-            # without that, and steps change the weights later: there is no memory to write to here.
-            held = module.parameters() if not training else ()
-            try:
-                with with_attributes((p, "data", p.new_zeros(()).expand(p.shape)) for p in held):
-                    module.train(training)
-            except RuntimeError:
-                for part in module.modules():
-                    part.training = training
+        if training and not module.training:
+            module.train()  # some keep parts of themselves in evaluation mode
+        # Not by train(False): adapters merge themselves with weights there. Their forward computes
+        # the same without that, and steps change the weights later.
+        for part in module.modules() if module.training and not training else ():
+            part.training = False
         yield
 
 
