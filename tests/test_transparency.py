@@ -53,7 +53,7 @@ def test_schedules_on_small_models(name: str) -> None:
     process has the same slices under every schedule.
     """
     model, leaves = built(name), batch(11, 5)
-    count = min(4, len(model.captured.graph))
+    count = min(4 if name == "TwoBranch" else 3, len(model.captured.graph))
     plans = [
         plan(model, count, batch_size=11, microbatch_size=3, schedule=schedule)
         for schedule in schedules_for(name)
