@@ -27,6 +27,7 @@ LIMIT_S = 60.0
 SMALL = sorted(set(MODELS) - {"Dropout"})
 """What draws random numbers draws others in a pipeline."""
 
+
 def schedules_for(name: str) -> list[str]:
     """Every schedule for a graph; for other models one without split backwards and one with them,
     which is the other one of two for tied weights.
