@@ -3,19 +3,26 @@
 import gc
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from anabranch import launch
 from anabranch.errors import DataError, StageFailedError
@@ -269,16 +276,17 @@ def wait_until(condition: object, limit: float = LIMIT_S) -> bool:
 
 
 SCRIPT = r"""
-import os, signal, sys
+import os, signal
 from tests.runtime.small import batch, built
 from anabranch.cli.torchrun import is_restarted
+from anabranch.compiled import functions
 from anabranch.files import load_plan
 from anabranch.runtime.pipeline import Pipeline
 import anabranch.training
 
 model = built("TwoBranch")
+functions.Compiled.__call__ = None  # half a second for nothing where a plan is at hand
 pipe = Pipeline(model.workload, load_plan("plan.json"), captured=model.captured, timeout=30)
-assert "numba" not in sys.modules  # half a second for nothing where a plan is at hand
 pipe.step(batch(16))
 if not is_restarted() and pipe.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -290,37 +298,78 @@ pipe.step(bad)
 """
 
 
-def under_torchrun(text: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a script on two ranks of one host."""
-    script = folder / "train.py"
-    script.write_text(text)
-    root = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    command = ["torch.distributed.run", *options, "--nproc-per-node", "2", str(script)]
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+class Fork:
+    """What torchrun uses of ``subprocess.Popen``, for ``python -u script``, and torchrun itself:
+    forks of this process, which has imported torch and captured the model already.
+    """
+
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], main: Any = None, **options: Any
+    ) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._run(main or partial(runpy.run_path, args[-1], run_name="__main__"), env)
+            finally:
+                os._exit(1)
+
+    def _run(self, main: Callable[[], object], env: Mapping[str, str]) -> None:
+        gc.freeze()
+        os.setsid()
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update(env)
+        sys.stdout, sys.stderr = (os.fdopen(file, "w", 1, closefd=False) for file in (1, 2))
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)  # noqa: T201
+        try:
+            main()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if not wait_until(lambda: self.poll() is not None, timeout):
+            os.killpg(self.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        assert self.returncode is not None
+        return self.returncode
 
 
-def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
+def test_a_loop_of_the_user_runs_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank is killed, and torchrun starts both again: the store keeps what they wrote, their
     addresses and the failure, and who read them would end, or wait for ever. Then losses are the
     same on both ranks, until one fails: it says why, once, and the exit code is 1.
     """
     save_plan(plan(built("TwoBranch"), 2), tmp_path / "plan.json")
-    done = under_torchrun(SCRIPT, tmp_path, "--standalone", "--max-restarts", "1")
-    losses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("loss")]
-    assert len(losses) == 4, done.stderr
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess_handler, "Popen", Fork)
+    options = ["--standalone", "--max-restarts", "1", "--nproc-per-node", "2", "train.py"]
+
+    def torchrun() -> None:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), number)
+        torch.distributed.run.main(options)
+
+    code = Fork([], os.environ, main=torchrun).wait(120)
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    losses = [line.split()[1] for line in out.splitlines() if line.startswith("loss")]
+    assert len(losses) == 4, err
     assert len(set(losses)) == 2
-    assert done.returncode == 1
-    assert done.stderr.count("the store of torchrun listens on port") == 2  # once an attempt
-    cause = [line for line in done.stderr.splitlines() if "StageFailedError: rank" in line]
-    assert len(cause) == 1, done.stderr
+    assert code == 1
+    assert err.count("the store of torchrun listens on port") == 2  # once an attempt
+    cause = [line for line in err.splitlines() if "StageFailedError: rank" in line]
+    assert len(cause) == 1, err
     assert "in the forward of stage 0, micro-batch 2, step 3: IndexError" in cause[0]
