@@ -10,7 +10,7 @@ from anabranch.data.glyphs import load_glyphs
 from anabranch.workload import Workload
 
 SLOW = ("two-branch", "transformer")
-FEW_SAMPLES = {"mmt": 8, "transformer": 16}
+FEW_SAMPLES = {"mmt": 4, "transformer": 16}
 """Models that learn as well from smaller batches."""
 SYNTHETIC = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
 
