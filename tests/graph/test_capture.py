@@ -33,6 +33,17 @@ def test_model_that_refuses_a_symbolic_batch_is_exported_for_each_size() -> None
         captured.programs.at(5)
 
 
+def test_number_that_is_computed_of_the_samples_is_one_of_each_size() -> None:
+    """The tracer fixes it, but not the number of samples: each size is exported, in the same way,
+    as for the hardest quarter of pixels (``loss.topk(int(0.25 * loss.numel()))``).
+    """
+    hardest = lambda _, h: h[:, 1:] * h.flatten().topk(int(0.25 * h.numel()))[0].sum()  # noqa: E731
+    module = Net(hardest)
+    module.last = nn.Linear(7, 1)
+    captured = capture(module, batch(4))
+    assert check_split(captured, batch(6), one_stage(captured), exact=True) == 0.0
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -92,8 +92,9 @@ def unfit_arguments(module: nn.Module, batch: Any) -> str:
     try:
         takes.bind(*listed, **named)
     except TypeError as error:
-        has = ", ".join(named) or f"{len(listed)} without names"
-        return f"its forward takes {', '.join(takes.parameters)}, the example has {has}: {error}"
+        names, has = list(takes.parameters), ", ".join(named) or f"{len(listed)} without names"
+        way = "; to pass a dict whole, yield (batch,)" * (bool(named) and len(names) == 1)
+        return f"its forward takes {', '.join(names)}, the example has {has}: {error}{way}"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -202,13 +202,6 @@ def written(node: fx.Node) -> list[fx.Node]:
     chosen = [arg for i, arg in enumerate(node.args) if i in positions]
     chosen += [arg for name, arg in node.kwargs.items() if name in names]
     return [leaf for leaf in tree_leaves(chosen) if isinstance(leaf, fx.Node)]
-
-
-def is_written(nodes: Collection[fx.Node]) -> bool:
-    """True if a call of the graph writes to the memory of one of these values."""
-    storages = {storage(node) for node in nodes} - {None}
-    calls = next(iter(nodes)).graph.nodes
-    return any(storage(value) in storages for call in calls for value in written(call))
 
 
 def insert(

@@ -390,11 +390,11 @@ def test_another_custom_gradient_of_that_name_is_refused(arguments: tuple[Any, .
         capture(Net(body), batch())
 
 
-def test_mask_that_is_computed_twice_is_told() -> None:
+def test_mask_that_is_computed_in_two_ways_is_told() -> None:
     """Each has a size of its own to the tracer, also where the same line has made it."""
 
     def body(net: Net, h: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(h[h[:, 0] > 0], h[h[:, 0] > 0])
+        return torch.nn.functional.mse_loss(h[h[:, 0] > 0], h[~(h[:, 0] <= 0)])
 
     with pytest.raises(CaptureError, match="compute the mask once"):
         capture(Net(body), batch())
@@ -470,6 +470,19 @@ def test_an_example_is_compared_with_the_arguments_of_the_forward(
     """No line of the user's is at fault, and none of this package is named."""
     with pytest.raises(CaptureError, match=f"its forward takes {message}"):
         capture(Net(), example)
+
+
+def test_a_forward_of_one_dict_is_told_how_to_get_it() -> None:
+    """A dict is the names of arguments here, in a tuple it is an argument."""
+
+    class Whole(torch.nn.Linear):
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return super().forward(batch["x"]).square().mean()
+
+    example = {"x": torch.randn(4, 3), "y": torch.randn(4)}
+    with pytest.raises(CaptureError, match=r"argument: 'batch'; .* whole, yield \(batch,\)"):
+        capture(Whole(3, 1), example)
+    capture(Whole(3, 1), (example,))
 
 
 def test_layers_that_are_left_out_at_random_are_told_with_their_option() -> None:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from anabranch.graph.flat_program import is_random, is_written, upstream
+from anabranch.graph.flat_program import is_random, storage, upstream, written
 from anabranch.graph.tracing.empty_selections import traced_node
 
 _CHOICES = {"__getitem__", "__setitem__", "masked_select", "nonzero", "where"}
@@ -26,6 +26,7 @@ class EqualMasks(TorchFunctionMode):
         self._masks: dict[int, FakeTensor] = {}
         self._numbers: dict[fx.Node, int] = {}  # of values, the same for the same calls of the same
         self._calls: dict[str, int] = {}
+        self._written: set[int | None] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -40,8 +41,10 @@ class EqualMasks(TorchFunctionMode):
         if tensor.dtype is not torch.bool or (node := traced_node(tensor)) is None:
             return tensor
         mask = self._masks.setdefault(self._number(node), tensor)
-        first = traced_node(mask)
-        return tensor if first is None or is_written(upstream([first, node])) else mask
+        if mask is tensor or (first := traced_node(mask)) is None:
+            return tensor
+        is_changed = any(storage(call) in self._written for call in upstream([first, node]))
+        return tensor if is_changed else mask
 
     def _number(self, node: fx.Node) -> int:
         for call in node.graph.nodes:
@@ -50,4 +53,5 @@ class EqualMasks(TorchFunctionMode):
                 is_own = call.op != "call_function" or is_random(call.target)
                 text = call.name if is_own else repr((call.target, read))
                 self._numbers[call] = self._calls.setdefault(text, len(self._numbers))
+                self._written.update(storage(target) for target in written(call))
         return self._numbers[node]

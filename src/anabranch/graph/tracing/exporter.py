@@ -42,7 +42,7 @@ from anabranch.graph.tracing.changed_state import copy_changed_state
 from anabranch.graph.tracing.counted_means import counted_means
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.export import ReturnsLoss, export, quiet
-from anabranch.graph.tracing.lowering import RefusedError, batch_sizes, lower, require_samples
+from anabranch.graph.tracing.lowering import RefusedError, lower, require_samples
 from anabranch.graph.tracing.patches import tracing_alone, without_raising_guards
 from anabranch.graph.user_lines import call_place, user_line
 from anabranch.remembered import remembered
@@ -120,7 +120,7 @@ class Exporter:
         except CaptureError as error:
             if error.__cause__ is None:
                 raise  # what is wrong does not depend on how the module is exported
-        if self._dynamic is None or _is_fixed(self._dynamic):
+        if not self.is_general(2 * self.samples):  # a line needs the number as a constant
             self._dynamic = None
             self.fixed[self.samples] = self._run(self.samples, dynamic=False)
         chosen = self._dynamic or self.fixed[self.samples]
@@ -274,12 +274,6 @@ def _require_layouts(module: nn.Module) -> None:
                     f"which checkpoints and messages would hold: del {place}, then {place} = "
                     "tensor.to_sparse()"
                 )
-
-
-def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
-    """True if the tracer met a line that needs the number of samples as a constant."""
-    sizes = batch_sizes(exported)
-    return any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.device.kinds import CPU
-from anabranch.graph.flat_program import is_random, is_written
+from anabranch.graph.flat_program import is_random, storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
@@ -189,9 +189,11 @@ def _constant_calls(
             return None
         pending += [source for source in node.all_input_nodes if source not in reached]
         reached.update(node.all_input_nodes)
-    if is_written(reached):
+    nodes = list(traced.graph.nodes)
+    storages = {storage(node) for node in reached} - {None}
+    if any(storage(target) in storages for node in nodes for target in written(node)):
         return None
-    return [node for node in traced.graph.nodes if node in reached]
+    return [node for node in nodes if node in reached]
 
 
 def _constant_truth(
