@@ -62,6 +62,15 @@ def test_a_rank_that_cannot_write_is_told_by_the_first(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_without_room_for_its_reason_has_a_full_disk(tmp_path: Path):
+    """Its mark is empty, as nothing fits any more."""
+    chosen = target(tmp_path / "step-4", 2)
+    first = saving(chosen, 0)
+    (chosen.partial / "rank-1.failed").touch()
+    with pytest.raises(TrainingError, match="rank-1 failed, without room to say why; make"):
+        first.wait()
+
+
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path):
     """On several machines the folder may not be the same one."""
     first = saving(target(tmp_path / "step-4", 2), 0, timeout=0.05)

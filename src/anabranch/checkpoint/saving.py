@@ -126,9 +126,8 @@ class Saving:
         target = self._target
         if failed := sorted(target.partial.glob("*.failed")):
             why = failed[0].read_text("utf-8")
-            raise TrainingError(
-                why or f"{target.folder} cannot be written: {failed[0].stem} failed"
-            )
+            full = f"{failed[0].stem} failed, without room to say why; make room on that disk"
+            raise TrainingError(why or f"{target.folder} cannot be written: {full}")
         return all(target.description(rank).exists() for rank in range(target.num_ranks))
 
     def _wait_for(self, condition: Any, *, limited: bool = True) -> None:
