@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _NOTHING = object()
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -67,18 +69,48 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
     Submodules keep modes of their own (frozen statistics), unless the whole is in the other mode.
     """
+    is_other = module.training != training
     with with_attributes((part, "training", part.training) for part in module.modules()):
-        if module.training != training:
+        if is_other and training:
+            module.train()
+        elif is_other:
             # Adapters merge themselves with weights for evaluation. Their forward computes the same
-            # without that, and steps change the weights later: there is no memory to write to here.
-            held = module.parameters() if not training else ()
+            # without that, and steps change the weights later.
             try:
-                with with_attributes((p, "data", p.new_zeros(()).expand(p.shape)) for p in held):
-                    module.train(training)
-            except RuntimeError:
+                with _ParametersUnwritten(module):
+                    module.eval()
+            except _WritesError:
                 for part in module.modules():
-                    part.training = training
-        yield
+                    part.training = False
+        try:
+            yield
+        finally:
+            if is_other and not training:
+                module.train()  # also what a train of the user's own has kept for evaluation
+
+
+class _WritesError(Exception):
+    """A parameter is about to be written to."""
+
+
+class _ParametersUnwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, a call that writes to a parameter raises instead; their values can be read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = {p.untyped_storage()._cdata for p in module.parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        arguments = func._schema.arguments if func._schema.is_mutable else ()
+        values = dict(zip((argument.name for argument in arguments), args, strict=False))
+        values |= kwargs or {}
+        written = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+        tensors = (leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor))
+        if any(tensor.untyped_storage()._cdata in self._memory for tensor in tensors):
+            raise _WritesError
+        return func(*args, **(kwargs or {}))
 
 
 def only_frozen(module: nn.Module, names: Collection[str]) -> AbstractContextManager[None]:
