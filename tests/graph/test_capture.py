@@ -182,6 +182,35 @@ def test_weights_are_not_merged_for_evaluation() -> None:
     torch.testing.assert_close(loss, module.eval()(*batch(3)).detach())
 
 
+class Folded(nn.Linear):
+    """A layer that makes its weights once for evaluation, as equivariant convolutions do."""
+
+    weights: torch.Tensor | None = None
+
+    def train(self, mode: bool = True) -> "Folded":
+        if self.training and not mode:
+            self.weights = torch.zeros_like(self.weight).add_(self.weight.detach())
+        self.weights = None if mode else self.weights
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weight if self.weights is None else self.weights
+        return nn.functional.linear(x, weights, self.bias)
+
+
+def test_weights_made_for_evaluation_have_the_values_of_the_parameters() -> None:
+    """Training afterwards is by the parameters."""
+    module = Net(lambda net, h: net.folded(h))
+    module.folded = Folded(8, 8)
+    loss, _ = run_stages(
+        split(capture(module, batch()).evaluation(), [["first", "folded", "last"]]),
+        batch(3),
+        backward=False,
+    )
+    assert module.folded.weights is None
+    torch.testing.assert_close(loss, module.eval()(*batch(3)).detach())
+
+
 def test_granularity_is_checked() -> None:
     """A wrong argument is a ValueError."""
     with pytest.raises(ValueError, match="'fine' is none of operator, layer, block"):

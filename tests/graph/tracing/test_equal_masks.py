@@ -59,6 +59,12 @@ def changed(h: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return F.mse_loss(rows, y[mask > 0])
 
 
+def rounded(h: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    rows = h[y @ torch.ones(3, 3) > 0.1]
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.mse_loss(rows, y[y @ torch.ones(3, 3) > 0.1])
+
+
 def batch(samples: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(samples)
     x, y = (torch.randn(samples, 3, generator=draw) for _ in range(2))
@@ -75,7 +81,7 @@ def test_a_mask_that_is_computed_twice_is_one(loss: Callable[..., Tensor]) -> No
         assert check_split(captured, batch(samples), one_stage(captured), exact=True) == 0
 
 
-@pytest.mark.parametrize("loss", [others, random, changed])
+@pytest.mark.parametrize("loss", [others, random, changed, rounded])
 def test_masks_of_other_values_are_refused(loss: Callable[..., Tensor]) -> None:
     """A trace does not know that they choose as many entries."""
     with pytest.raises(CaptureError, match=r"equal_masks.py:\d+ .*joins values that two masks"):

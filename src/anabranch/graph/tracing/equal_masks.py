@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -49,6 +50,8 @@ class EqualMasks(TorchFunctionMode):
     def _number(self, node: fx.Node) -> int:
         for call in node.graph.nodes:
             if call not in self._numbers:
+                if call.target in (_enter_autocast, _exit_autocast):
+                    self._calls.clear()  # the same calls have other values under autocast
                 read = fx.map_arg((call.args, call.kwargs), lambda arg: f"%{self._numbers[arg]}")
                 is_own = call.op != "call_function" or is_random(call.target)
                 text = call.name if is_own else repr((call.target, read))
