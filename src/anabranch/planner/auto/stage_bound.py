@@ -12,8 +12,8 @@ def least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state: 
     work on the shared cores.
     """
     work, longest = 0.0, 0.0
-    for place in range(len(stages)):
-        s = stages[place].ordered
+    for position in range(len(stages)):
+        s = stages[position].ordered
         stage = stages[s]
         stage.behind = stage.sums
         for i in range(stage.edges[0]):
