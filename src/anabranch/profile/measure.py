@@ -101,8 +101,8 @@ def measure(
     counts = workable_counts(captured, counts)
     if torch_device.type != "cpu" and not accelerator.count(torch_device.type):
         raise ProfileError(
-            f"there is no {torch_device.type.upper()} device here to measure on; measure on the cpu, "
-            "or estimate for a GPU with device v100, a100 or h100"
+            f"there is no {torch_device.type.upper()} device here to measure on; measure on the "
+            "cpu, or estimate for a GPU with device v100, a100 or h100"
         )
     if torch_device.type != "cpu" and torch_device.index is None:
         torch_device = torch.device(torch_device.type, torch.accelerator.current_device_index())
