@@ -154,7 +154,7 @@ class Replay:
 
     def begin(self, number: int, batch: Batch) -> _Unit:
         """A mini-batch enters."""
-        leaves = leaves_of(self._captured, batch, self._prepared.place)
+        leaves = leaves_of(self._captured, batch, self._prepared.device)
         samples = num_samples(leaves)
         compute = self.compute_for(samples)
         outcome = compute.begin(leaves, number, train=True)

@@ -64,7 +64,7 @@ class Case:
 
 
 def section_named(name: str) -> ModuleType:
-    """The module of a section: its ``cases(device)``, and ``measure(case, place)``."""
+    """The module of a section: its ``cases(device)``, and ``measure(case, device)``."""
     return importlib.import_module(f"benchmarks.gpu.{name.replace('-', '_')}")
 
 
@@ -204,12 +204,12 @@ def main() -> None:
     import torch  # takes seconds, which who starts ranks, or names a wrong section, need not wait
 
     rank = int(os.environ.get("RANK", "0"))
-    place = torch.device("cpu")
+    device = torch.device("cpu")
     torch.set_float32_matmul_precision("highest")  # no TF32: the CPU has none
     if device == "cuda":
-        place = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(place)
-    for row in measure(case, place):
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    for row in measure(case, device):
         write(Path(file), {"section": section, "case": case, "rank": rank, **row})
 
 

@@ -53,16 +53,16 @@ def cases(device: str) -> list[Case]:
     ]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """Two steps of 1F1B, of which the first one may hang."""
-    is_gpu = place.type == "cuda"
+    is_gpu = device.type == "cuda"
     if is_gpu:
         pretend_two_hosts()
-    workload = subject.workload_on(place, place.type)
+    workload = subject.workload_on(device, device.type)
     captured = anabranch.capture(workload.module, workload.example)
     data = subject.batches(workload)
     if case == "warmed":
-        _warm_up(place)
+        _warm_up(device)
     backend = True if is_gpu else "aot_eager"
     pipeline = anabranch.Pipeline(
         workload,
@@ -83,13 +83,13 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
     pipeline.close()
 
 
-def _warm_up(place: torch.device) -> None:
+def _warm_up(device: torch.device) -> None:
     """Run every kernel of the model once, with nothing else on the device."""
-    workload = subject.workload_on(place, place.type)
+    workload = subject.workload_on(device, device.type)
     for batch in subject.batches(workload, 1):
-        parts = {name: leaf[: subject.MICROBATCH].to(place) for name, leaf in batch.items()}
+        parts = {name: leaf[: subject.MICROBATCH].to(device) for name, leaf in batch.items()}
         loss = workload.module(**parts)["loss"]
         loss.backward()
     workload.make_optimizer(list(workload.module.named_parameters())).step()
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -34,16 +34,16 @@ def cases(device: str) -> list[Case]:
     return [Case(model, limit_s=90.0) for model in MODELS]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """One row for the pipeline of one stage, one for the loop."""
-    is_gpu = place.type == "cuda"
+    is_gpu = device.type == "cuda"
     size = MODELS[case] if is_gpu else 2
     workload = build(case, preset="published" if is_gpu else "small")
-    workload.module.to(place)
+    workload.module.to(device)
     assert workload.data is not None
     batch = next(iter(workload.data(size * MICROBATCHES, 0)))
-    loop = _loop(workload, batch, size, place)
-    loop_s, loop_host_s, loop_busy_s = _measured(loop, loop, place)
+    loop = _loop(workload, batch, size, device)
+    loop_s, loop_host_s, loop_busy_s = _measured(loop, loop, device)
     workload.module.zero_grad()
     captured = anabranch.capture(workload.module, workload.example)
     plan = ours.plan_of(
@@ -53,7 +53,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
     pipeline.step(batch)
     worker, leaves, _ = pipeline._steps.ran
     step_s, host_s, busy_s = _measured(
-        lambda: pipeline.step(batch), lambda: _passes(worker, leaves), place
+        lambda: pipeline.step(batch), lambda: _passes(worker, leaves), device
     )
     actions = len(worker.actions)
     yield {
@@ -76,14 +76,14 @@ def _passes(worker: Worker, leaves: dict[str, torch.Tensor]) -> None:
 
 
 def _loop(
-    workload: Workload, batch: anabranch.Batch, size: int, place: torch.device
+    workload: Workload, batch: anabranch.Batch, size: int, device: torch.device
 ) -> Callable[[], None]:
     """Forward and backward of the user's module for each micro-batch, and the optimizer."""
     optimizer = workload.make_optimizer(list(workload.module.named_parameters()))
 
     def loop() -> None:
         optimizer.zero_grad()
-        there = tree_map(lambda leaf: leaf.to(place, non_blocking=True), batch)
+        there = tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
         for start in range(0, size * MICROBATCHES, size):
             part = tree_map(lambda leaf, at=start: leaf[at : at + size], there)
             (call(workload.module, part)["loss"] / MICROBATCHES).backward()
@@ -93,21 +93,21 @@ def _loop(
 
 
 def _measured(
-    step: Callable[[], object], passes: Callable[[], object], place: torch.device
+    step: Callable[[], object], passes: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
     """Seconds of a step, of the host in its passes, and of kernels in a step."""
-    step_s = step_seconds(step, place)
-    is_gpu = place.type == "cuda"
+    step_s = step_seconds(step, device)
+    is_gpu = device.type == "cuda"
     begun = time.perf_counter()
     passes()
     host_s = time.perf_counter() - begun
     kind = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     if is_gpu:
-        torch.cuda.synchronize(place)
+        torch.cuda.synchronize(device)
     with profile(activities=[kind]) as watched:
         step()
         if is_gpu:
-            torch.cuda.synchronize(place)
+            torch.cuda.synchronize(device)
     field = "self_device_time_total" if is_gpu else "self_cpu_time_total"
     busy_us = sum(getattr(event, field) for event in watched.key_averages())
     return step_s, host_s, busy_us / 1e6

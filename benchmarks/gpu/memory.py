@@ -38,21 +38,21 @@ def cases(device: str) -> list[Case]:
     ]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """By the name of the case."""
-    if place.type == "cuda":
+    if device.type == "cuda":
         hang.pretend_two_hosts()
     kind, _, amount = case.partition(" ")
     if kind == "pressure":
-        yield from _pressure(int(amount.split()[0]) << 20, place)
+        yield from _pressure(int(amount.split()[0]) << 20, device)
     elif kind == "communicators":
-        yield from _communicators(place)
+        yield from _communicators(device)
     else:
-        yield from _replayed(place)
+        yield from _replayed(device)
 
 
-def _pipeline(ranks: int, place: torch.device, **options: object) -> anabranch.Pipeline:
-    workload = subject.workload_on(place, place.type)
+def _pipeline(ranks: int, device: torch.device, **options: object) -> anabranch.Pipeline:
+    workload = subject.workload_on(device, device.type)
     captured = anabranch.capture(workload.module, workload.example)
     plan = even_plan(captured.graph, ranks, subject.BATCH)
     return anabranch.Pipeline(
@@ -65,14 +65,14 @@ def _pipeline(ranks: int, place: torch.device, **options: object) -> anabranch.P
     )
 
 
-def _pressure(left: int, place: torch.device) -> Iterator[Row]:
-    pipeline = _pipeline(2, place)
+def _pressure(left: int, device: torch.device) -> Iterator[Row]:
+    pipeline = _pipeline(2, device)
     data = subject.batches(pipeline.workload)
-    if place.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(place)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
         ranks_here = 2 if torch.cuda.device_count() < 2 else 1
         ballast = max((free - left) // ranks_here, 0)
-        _kept.append(torch.empty(ballast, dtype=torch.uint8, device=place))
+        _kept.append(torch.empty(ballast, dtype=torch.uint8, device=device))
     begun = time.perf_counter()
     try:
         for batch in data:
@@ -86,29 +86,29 @@ def _pressure(left: int, place: torch.device) -> Iterator[Row]:
 _kept: list[torch.Tensor] = []
 
 
-def _communicators(place: torch.device) -> Iterator[Row]:
+def _communicators(device: torch.device) -> Iterator[Row]:
     """Bytes of the device that groups of two ranks take, once they are used."""
-    is_gpu = place.type == "cuda"
+    is_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
     backend = "nccl" if is_gpu else "gloo"
     taken: list[int] = []
     for _ in range(1 + GROUPS):
-        before = torch.cuda.mem_get_info(place)[0] if is_gpu else 0
+        before = torch.cuda.mem_get_info(device)[0] if is_gpu else 0
         group = dist.new_group([0, 1], backend=backend, timeout=timedelta(seconds=30))
-        element = torch.ones(1, device=place)
+        element = torch.ones(1, device=device)
         dist.all_reduce(element, group=group)
         element.item()
-        taken.append(before - torch.cuda.mem_get_info(place)[0] if is_gpu else 0)
+        taken.append(before - torch.cuda.mem_get_info(device)[0] if is_gpu else 0)
     yield {"first_bytes": taken[0], "further_bytes": sum(taken[1:]) // GROUPS}
 
 
-def _replayed(place: torch.device) -> Iterator[Row]:
+def _replayed(device: torch.device) -> Iterator[Row]:
     """Steps with stages that are replayed, and without."""
     losses = {}
     for backend in (False, "cudagraphs"):
-        pipeline = _pipeline(1, place, compile=backend)
+        pipeline = _pipeline(1, device, compile=backend)
         data = subject.batches(pipeline.workload)
         losses[backend] = [pipeline.step(batch) for batch in data]
-        step_s = subject.step_seconds(lambda p=pipeline, d=data: p.step(d[0]), place)
+        step_s = subject.step_seconds(lambda p=pipeline, d=data: p.step(d[0]), device)
         yield {"compile": str(backend), "step_s": step_s}
     yield {"agrees": losses[False] == losses["cudagraphs"]}

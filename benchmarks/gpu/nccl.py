@@ -31,11 +31,11 @@ def cases(device: str) -> list[Case]:
     return shared_gpu.two_ranks(first_gpu() | several)
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """The transport tells whether it was NCCL."""
     if torch.cuda.device_count() < 2:
         mesh.choose_backend = lambda seen: "nccl"  # as if each rank had a GPU of its own
-    return shared_gpu.measure(case, place)
+    return shared_gpu.measure(case, device)
 
 
 def _version() -> tuple[int, ...]:

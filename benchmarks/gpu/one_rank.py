@@ -43,40 +43,40 @@ def cases(device: str) -> list[Case]:
     return [*plain, Case("recompute", environment=bitwise), *compiled]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """A row for some steps here and on the CPU, and one for a step that is weighed and watched."""
     if case == "recompute":
-        yield from _recompute(place)
+        yield from _recompute(device)
         return
     options = OPTIONS[case]
     dropout = 0.1 if case == "dropout-sample" else 0.0
-    pipeline, row = _pipeline(place, place.type, dropout, options, checks=case == "self-check")
-    library_bytes = _library_bytes(place)
+    pipeline, row = _pipeline(device, device.type, dropout, options, checks=case == "self-check")
+    library_bytes = _library_bytes(device)
     data = subject.batches(pipeline.workload)
     losses = [pipeline.step(batch) for batch in data]
     # The CPU computes what there is no other way to know: half precision and numbers of dropout.
     alone = replace(options, compile=False, offload=False)
-    expected, _ = _pipeline(torch.device("cpu"), place.type, dropout, alone, checks=False)
+    expected, _ = _pipeline(torch.device("cpu"), device.type, dropout, alone, checks=False)
     yield subject.agreement(
         losses,
         pipeline.workload.module,
         [expected.step(batch) for batch in data],
         expected.workload.module,
-        subject.workload_on(torch.device("cpu"), place.type).module,
+        subject.workload_on(torch.device("cpu"), device.type).module,
         options.precision,
     )
-    row["step_s"] = subject.step_seconds(lambda: pipeline.step(data[0]), place)
+    row["step_s"] = subject.step_seconds(lambda: pipeline.step(data[0]), device)
     row["library_bytes"] = library_bytes
     pipeline.step(data[0], weigh=True)
     if pipeline.peak_bytes is not None:
         row["peak_bytes"] = pipeline.peak_bytes[0]
-    if place.type == "cuda":
+    if device.type == "cuda":
         row |= _syncs(lambda: pipeline.step(data[0]))
     yield row
 
 
 def _pipeline(
-    place: torch.device,
+    device: torch.device,
     size: str,
     dropout: float,
     options: anabranch.ComputeOptions,
@@ -86,20 +86,20 @@ def _pipeline(
 ) -> tuple[anabranch.Pipeline, Row]:
     """A pipeline of one rank, and the peak that its plan predicts."""
     torch.manual_seed(0)
-    workload = subject.workload_on(place, size, dropout=dropout)
+    workload = subject.workload_on(device, size, dropout=dropout)
     captured = anabranch.capture(workload.module, workload.example)
-    plan, predicted = _plan(captured, place, recompute)
+    plan, predicted = _plan(captured, device, recompute)
     pipeline = anabranch.Pipeline(
         workload, plan, captured=captured, compute=options, check_gradients=checks
     )
     return pipeline, {"predicted_bytes": predicted}
 
 
-def _plan(captured: Captured, place: torch.device, recompute: bool) -> tuple[anabranch.Plan, int]:
+def _plan(captured: Captured, device: torch.device, recompute: bool) -> tuple[anabranch.Plan, int]:
     profile = anabranch.estimate(
-        captured, sheet_of(place) or "h100", (subject.MICROBATCH, subject.BATCH)
+        captured, sheet_of(device) or "h100", (subject.MICROBATCH, subject.BATCH)
     )
-    gpu = Cluster("one GPU", place.type, 1 << 40, (Level("gpu", 1, bandwidth=1e9, latency_s=0.0),))
+    gpu = Cluster("one GPU", device.type, 1 << 40, (Level("gpu", 1, bandwidth=1e9, latency_s=0.0),))
     plan = anabranch.plan(
         profile,
         gpu,
@@ -114,7 +114,7 @@ def _plan(captured: Captured, place: torch.device, recompute: bool) -> tuple[ana
     return plan, timeline.peak_bytes[0]
 
 
-def _recompute(place: torch.device) -> Iterator[Row]:
+def _recompute(device: torch.device) -> Iterator[Row]:
     """With dropout, a forward that is run again has to draw the numbers of the first: three
     trainings, of which the first two show whether the same numbers come out at all.
     """
@@ -122,7 +122,7 @@ def _recompute(place: torch.device) -> Iterator[Row]:
     found, row = [], Row()
     for recompute in (False, False, True):
         pipeline, row = _pipeline(
-            place, place.type, 0.1, OPTIONS["plain"], checks=False, recompute=recompute
+            device, device.type, 0.1, OPTIONS["plain"], checks=False, recompute=recompute
         )
         losses = [pipeline.step(batch) for batch in subject.batches(pipeline.workload)]
         weights = [p.detach().to("cpu", copy=True) for p in pipeline.workload.module.parameters()]
@@ -147,17 +147,17 @@ def _same(one: Result, other: Result) -> bool:
     return one[0] == other[0] and all(torch.equal(a, b) for a, b in pairs)
 
 
-def _library_bytes(place: torch.device) -> int:
+def _library_bytes(device: torch.device) -> int:
     """What the matrix library takes for itself from PyTorch's allocator, which counts it in the
     peak and which no plan knows of.
     """
-    if place.type != "cuda":
+    if device.type != "cuda":
         return 0
-    before = torch.cuda.memory_allocated(place)
-    x = torch.ones(64, 64, device=place, requires_grad=True)
+    before = torch.cuda.memory_allocated(device)
+    x = torch.ones(64, 64, device=device, requires_grad=True)
     (x @ x).sum().backward()
     del x
-    return torch.cuda.memory_allocated(place) - before
+    return torch.cuda.memory_allocated(device) - before
 
 
 def _syncs(step: Callable[[], object]) -> Row:

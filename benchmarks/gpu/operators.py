@@ -37,29 +37,29 @@ def cases(device: str) -> list[Case]:
     return [Case(model, limit_s=75.0) for model in SAMPLES]
 
 
-def sheet_of(place: torch.device) -> str | None:
+def sheet_of(device: torch.device) -> str | None:
     """The data sheet of a card."""
-    if place.type != "cuda":
+    if device.type != "cuda":
         return None
-    card = torch.cuda.get_device_name(place).lower()
+    card = torch.cuda.get_device_name(device).lower()
     return next((name for name in DATA_SHEETS if name in card), None)
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """One row per number of samples."""
-    preset, counts = ("published", SAMPLES[case]) if place.type == "cuda" else ("small", (2, 4))
+    preset, counts = ("published", SAMPLES[case]) if device.type == "cuda" else ("small", (2, 4))
     workload = build(case, preset=preset)
-    workload.module.to(place)
+    workload.module.to(device)
     captured = anabranch.capture(workload.module, workload.example)
-    measured = anabranch.measure(captured, counts, device=place.type, repeats=5, budget_s=15.0)
-    sheet = sheet_of(place) or "h100"
+    measured = anabranch.measure(captured, counts, device=device.type, repeats=5, budget_s=15.0)
+    sheet = sheet_of(device) or "h100"
     estimated = anabranch.estimate(captured, sheet, measured.samples)
     for i, samples in enumerate(measured.samples):
         sums = [
             sum(cost.forward_s[i] + cost.backward_s[i] for cost in profile.costs)
             for profile in (measured, estimated)
         ]
-        module_s, pipeline_s = _whole_steps(workload, captured, samples, place)
+        module_s, pipeline_s = _whole_steps(workload, captured, samples, device)
         yield {
             "model": case,
             "samples": samples,
@@ -75,18 +75,18 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
 
 
 def _whole_steps(
-    workload: Workload, captured: Captured, samples: int, place: torch.device
+    workload: Workload, captured: Captured, samples: int, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of forward and backward of the module, and of a step of a pipeline of one stage."""
     assert workload.data is not None
     batch = next(iter(workload.data(samples, 0)))
-    there = tree_map(lambda leaf: leaf.to(place), batch)
+    there = tree_map(lambda leaf: leaf.to(device), batch)
 
     def step() -> None:
         call(workload.module, there)["loss"].backward()
 
-    module_s = step_seconds(step, place)
+    module_s = step_seconds(step, device)
     workload.module.zero_grad()
     plan = ours.plan_of(captured, lambda _: 0, [[0]], microbatches=1, microbatch_size=samples)
     one_stage = ours.our_side(captured, workload.example, plan, batch)()
-    return module_s, step_seconds(one_stage, place)
+    return module_s, step_seconds(one_stage, device)

@@ -74,9 +74,9 @@ def cases(device: str) -> list[Case]:
     ]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """Seconds of one call while a kernel spins on a stream of its own."""
-    side = torch.cuda.Stream(place)
+    side = torch.cuda.Stream(device)
 
     def spin(cycles: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

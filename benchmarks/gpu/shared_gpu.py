@@ -43,15 +43,15 @@ def two_ranks(environment: dict[str, str]) -> list[Case]:
     return plans + [Case(name, **options, loses_a_rank=True) for name in LOST]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """Train for some steps on both ranks; each of them compares what it has."""
-    workload = subject.workload_on(place, place.type, tied=case == "tied")
+    workload = subject.workload_on(device, device.type, tied=case == "tied")
     captured = anabranch.capture(workload.module, workload.example)
     if case in LOST:
         yield from _lose(case, workload, captured)
         return
     if case == "asynchronous":
-        yield _asynchronous(workload, captured, place.type)
+        yield _asynchronous(workload, captured, device.type)
         return
     pipeline = anabranch.Pipeline(
         workload, _plan(case, captured), captured=captured, check_gradients=case == "self-check"
@@ -59,7 +59,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
     transport = type(pipeline._session.transport).__name__
     data = subject.batches(workload)
     start, expected = (
-        subject.workload_on(torch.device("cpu"), place.type, tied=case == "tied") for _ in range(2)
+        subject.workload_on(torch.device("cpu"), device.type, tied=case == "tied") for _ in range(2)
     )
     if case == "steps":
         losses = list(pipeline.steps(data))
@@ -69,7 +69,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
     row = subject.agreement(losses, workload.module, their_losses, expected.module, start.module)
     if case == "evaluation":
         row |= _evaluation(pipeline, expected)
-    step_s = subject.step_seconds(lambda: pipeline.step(data[0]), place)
+    step_s = subject.step_seconds(lambda: pipeline.step(data[0]), device)
     yield row | {"step_s": step_s, "transport": transport}
     pipeline.close()
 

@@ -29,7 +29,7 @@ BOUNDS = {"fp32": (1e-4, 1e-2), "bf16": (1e-3, 0.1), "fp16": (1e-3, 0.05)}
 
 
 def workload_on(
-    place: torch.device, size: str, *, dropout: float = 0.0, tied: bool = False
+    device: torch.device, size: str, *, dropout: float = 0.0, tied: bool = False
 ) -> Workload:
     """The model on a device, with the same weights each time.
 
@@ -38,7 +38,7 @@ def workload_on(
     """
     options = {**SIZES[size], "dropout": str(dropout), "tied": str(tied).lower()}
     workload = build("transformer", preset="small", options=options)
-    workload.module.to(place)
+    workload.module.to(device)
     return replace(workload, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
@@ -61,14 +61,14 @@ def trained_alone(workload: Workload, data: Sequence[Batch]) -> list[float]:
     return losses
 
 
-def step_seconds(step: Callable[[], object], place: torch.device) -> float:
+def step_seconds(step: Callable[[], object], device: torch.device) -> float:
     """The median of some steps after two that warm up, each until the GPU has done it."""
     found = []
     for _ in range(2 + TIMED):
         begun = time.perf_counter()
         step()
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         found.append(time.perf_counter() - begun)
     return statistics.median(found[2:])
 

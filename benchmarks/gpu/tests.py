@@ -24,7 +24,7 @@ def cases(device: str) -> list[Case]:
     return [Case("pytest", limit_s=300.0, left_out=reason)]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """One row per test. Only files with such tests are collected: the others may need packages
     that are not here.
     """

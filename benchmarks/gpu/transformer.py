@@ -34,16 +34,16 @@ def cases(device: str) -> list[Case]:
     return [Case("race", ranks=2, limit_s=180.0)]
 
 
-def measure(case: str, place: torch.device) -> Iterator[Row]:
+def measure(case: str, device: torch.device) -> Iterator[Row]:
     """One row per side, of the rank that takes longer, from the first one."""
-    has_own = place.type == "cuda" and torch.cuda.device_count() >= 2
+    has_own = device.type == "cuda" and torch.cuda.device_count() >= 2
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_own else "gloo")
     host = dist.new_group(backend="gloo")
-    options = SIZES | (LARGE if place.type == "cuda" else SMALL)
+    options = SIZES | (LARGE if device.type == "cuda" else SMALL)
     workload = build("transformer", preset="small", options=options)
     assert workload.data is not None
     batch = next(iter(workload.data(BATCH, 0)))
-    model = LossOnly(workload.module).to(place)
+    model = LossOnly(workload.module).to(device)
     example = workload.example
     captured = ours.captured_model(model, example)
     sides = {
@@ -53,16 +53,16 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
         )
         for name, plan in plans_by_hand(captured).items()
     }
-    theirs = torch_sides(workload.module, batch["tokens"].to(place), batch["target"].to(place))
-    left_out = [name for name in theirs if name != DDP and place.type == "cuda" and not has_own]
+    theirs = torch_sides(workload.module, batch["tokens"].to(device), batch["target"].to(device))
+    left_out = [name for name in theirs if name != DDP and device.type == "cuda" and not has_own]
     sides |= {name: side for name, side in theirs.items() if name not in left_out}
 
     def meet() -> None:
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         dist.barrier(group=host)
 
-    waiting = {name: partial(_waiting, side, place) for name, side in sides.items()}
+    waiting = {name: partial(_waiting, side, device) for name, side in sides.items()}
     times = texts.gather(rank_times(waiting, meet=meet))
     if dist.get_rank() > 0:
         return
@@ -73,13 +73,13 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
         yield {"side": name, "left_out": PIPELINES}
 
 
-def _waiting(side: Side, place: torch.device) -> Step:
+def _waiting(side: Side, device: torch.device) -> Step:
     """The step of a side, and until the GPU has done it."""
     step = side()
 
     def whole() -> None:
         step()
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return whole

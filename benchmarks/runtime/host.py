@@ -98,7 +98,7 @@ def worker(options: ComputeOptions = PLAIN) -> tuple[Worker, dict[str, Tensor]]:
         plan,
         mesh,
         NullTransport(),
-        place=torch.device("cpu"),
+        device=torch.device("cpu"),
         seed=0,
         options=options,
     )

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 class GlooWire:
     """A ``GpuWire`` whose communicators are groups of Gloo."""
 
-    def __init__(self, groups: Any, rank: int, place: torch.device) -> None:
+    def __init__(self, groups: Any, rank: int, device: torch.device) -> None:
         self._groups, self._rank = groups, rank
 
     def connect(self) -> None: ...
@@ -52,7 +52,7 @@ class GlooWire:
 class NoStreams:
     """``DeviceStreams`` of the CPU."""
 
-    def __init__(self, place: torch.device) -> None: ...
+    def __init__(self, device: torch.device) -> None: ...
 
     def fence(self) -> None: ...
 
@@ -74,7 +74,7 @@ def as_on_gpus() -> Iterator[None]:
         patch.setattr(meshes, "DeviceStreams", NoStreams)
         patch.setattr(dist, "new_group", on_gloo)
         gpu = SimpleNamespace(
-            is_on_accelerator=lambda place: True, has_collectives=lambda place: True
+            is_on_accelerator=lambda device: True, has_collectives=lambda device: True
         )
         patch.setattr(meshes, "accelerator", gpu)
         yield

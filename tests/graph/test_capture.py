@@ -73,7 +73,7 @@ def test_meta_module_may_make_tensors_without_naming_a_device() -> None:
     def body(net: Net, h: torch.Tensor) -> torch.Tensor:
         return torch.cat([h[:, :7] * torch.arange(7.0), torch.zeros(len(h), 1)], 1)
 
-    graphs = [capture(Net(body).to(place), batch(4)).graph for place in ("cpu", "meta")]
+    graphs = [capture(Net(body).to(device), batch(4)).graph for device in ("cpu", "meta")]
     here, meta = ([op.name for op in graph.ops] for graph in graphs)
     assert here == meta
 

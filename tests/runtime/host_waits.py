@@ -109,6 +109,6 @@ def _to_host(tensor: Tensor) -> tuple[Tensor, _Arrival]:
 @pytest.fixture
 def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays a device that runs beside the host."""
-    monkeypatch.setattr(accelerator, "has_streams", lambda place: True)
-    monkeypatch.setattr(accelerator, "pinned", lambda tensor, place: tensor)
+    monkeypatch.setattr(accelerator, "has_streams", lambda device: True)
+    monkeypatch.setattr(accelerator, "pinned", lambda tensor, device: tensor)
     monkeypatch.setattr(accelerator, "to_host", _to_host)

@@ -248,7 +248,7 @@ def test_a_bad_step_on_a_gpu_is_the_one_that_is_named(
 
     def on_late_device(pipeline: Pipeline) -> Any:
         found = work(pipeline)
-        monkeypatch.setattr(accelerator, "has_streams", lambda place: False)  # in this rank
+        monkeypatch.setattr(accelerator, "has_streams", lambda device: False)  # in this rank
         monkeypatch.setattr(accelerator, "to_host", lambda tensor: (tensor, None))
         return found
 

@@ -35,7 +35,7 @@ def steps_of(
     hub, result = Hub(timeout=60.0), []
     for rank, device in enumerate(chosen.stage_graph.devices):
         mesh: Any = SimpleNamespace(device=device)
-        ours, with_options = transport(hub, rank), {"place": CPU, "seed": seed, "options": options}
+        ours, with_options = transport(hub, rank), {"device": CPU, "seed": seed, "options": options}
         result.append(WorkerCache(model.captured, parts, chosen, mesh, ours, **with_options))
     return result
 

@@ -24,24 +24,24 @@ def usual() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device(USUAL)
 
 
-def is_on_accelerator(place: torch.device) -> bool:
+def is_on_accelerator(device: torch.device) -> bool:
     """Return True for a device other than the CPU, and not for the meta device."""
-    return place.type in ACCELERATORS
+    return device.type in ACCELERATORS
 
 
-def has_streams(place: torch.device) -> bool:
+def has_streams(device: torch.device) -> bool:
     """Return True if work of a device runs beside the host on several streams."""
-    return kind_of(place.type).streams
+    return kind_of(device.type).streams
 
 
-def has_own_memory(place: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
     """Return True if a device has other memory than the host, and counts it."""
-    return kind_of(place.type).own_memory
+    return kind_of(device.type).own_memory
 
 
-def has_collectives(place: torch.device) -> bool:
+def has_collectives(device: torch.device) -> bool:
     """Return True if tensors of a device are summed on it; otherwise they go through the host."""
-    return kind_of(place.type).gloo
+    return kind_of(device.type).gloo
 
 
 def count(kind: str) -> int:
@@ -50,56 +50,56 @@ def count(kind: str) -> int:
     return module.device_count() if module is not None else 0
 
 
-def claim(place: torch.device) -> None:
+def claim(device: torch.device) -> None:
     """Make an accelerator the current device of this process, for code that names no device.
 
     Raises:
         TrainingError: if the process was forked after its parent had used it.
     """
-    if not is_on_accelerator(place):
+    if not is_on_accelerator(device):
         return
-    module, name = _module(place.type), place.type.upper()
+    module, name = _module(device.type), device.type.upper()
     if getattr(module, "_is_in_bad_fork", bool)():
-        settings = " and ".join(f"{k}={v}" for k, v in kind_of(place.type).environment.items())
+        settings = " and ".join(f"{k}={v}" for k, v in kind_of(device.type).environment.items())
         advice = f", and set {settings} in the environment, so that torch looks for GPUs without "
         raise TrainingError(
             f"this rank was forked from a process that had used {name}, after which it cannot use "
-            f'it itself: leave the model on the CPU, pass device="{place.type}" to the pipeline'
+            f'it itself: leave the model on the CPU, pass device="{device.type}" to the pipeline'
             f"{f'{advice}using them' if settings else ''}; or start the ranks with torchrun"
         )
     if hasattr(module, "set_device"):
-        module.set_device(place)
+        module.set_device(device)
 
 
-def settings(place: torch.device) -> dict[str, str]:
+def settings(device: torch.device) -> dict[str, str]:
     """Return the variables that a device reads at its first use, with the user's or our values."""
-    ours = kind_of(place.type).settings
+    ours = kind_of(device.type).settings
     return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
-def prepare(place: torch.device) -> None:
+def prepare(device: torch.device) -> None:
     """Set these variables, unless this process has used the device."""
-    if not getattr(_module(place.type), "is_initialized", bool)():
-        os.environ.update(settings(place))
+    if not getattr(_module(device.type), "is_initialized", bool)():
+        os.environ.update(settings(device))
 
 
-def identity(place: torch.device) -> str:
+def identity(device: torch.device) -> str:
     """Return a name of the card itself, the same in all processes of a host."""
-    if not is_on_accelerator(place):
+    if not is_on_accelerator(device):
         return ""
-    find = getattr(_module(place.type), "get_device_properties", None)
-    return str(getattr(find(place) if find else None, "uuid", f"{place}"))
+    find = getattr(_module(device.type), "get_device_properties", None)
+    return str(getattr(find(device) if find else None, "uuid", f"{device}"))
 
 
-def backend(place: torch.device) -> str:
+def backend(device: torch.device) -> str:
     """Return the installed library of collectives between accelerators; empty if there is none."""
-    name = kind_of(place.type).backend
+    name = kind_of(device.type).backend
     return name if name and torch.distributed.is_backend_available(name) else ""
 
 
-def pinned(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host from which a copy to a device does not block."""
-    return tensor.pin_memory() if has_streams(place) else tensor
+    return tensor.pin_memory() if has_streams(device) else tensor
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,65 +114,65 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     return host_like(tensor).copy_(tensor, non_blocking=True), record_event(tensor.device)
 
 
-def widest_float(place: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """Return the type with the most digits that a device computes with."""
-    return torch.float64 if kind_of(place.type).float64 else torch.float32
+    return torch.float64 if kind_of(device.type).float64 else torch.float32
 
 
-def synchronize(place: torch.device) -> None:
-    if is_on_accelerator(place):
-        torch.accelerator.synchronize(place)
+def synchronize(device: torch.device) -> None:
+    if is_on_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
-def new_stream(place: torch.device) -> torch.Stream:
-    return torch.Stream(device=place)
+def new_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device=device)
 
 
-def current_stream(place: torch.device) -> torch.Stream:
+def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream into which operations of this thread go."""
-    return torch.accelerator.current_stream(place)
+    return torch.accelerator.current_stream(device)
 
 
-def record_event(place: torch.device, *, timed: bool = False) -> torch.Event:
+def record_event(device: torch.device, *, timed: bool = False) -> torch.Event:
     """Record an event behind all work that the current stream has so far."""
-    event = torch.Event(place, enable_timing=timed)
-    event.record(current_stream(place))
+    event = torch.Event(device, enable_timing=timed)
+    event.record(current_stream(device))
     return event
 
 
-def waiter(place: torch.device) -> Callable[[], None]:
+def waiter(device: torch.device) -> Callable[[], None]:
     """Return a function that waits, in any thread, for all work of the current stream so far."""
-    return record_event(place).synchronize if has_streams(place) else lambda: None
+    return record_event(device).synchronize if has_streams(device) else lambda: None
 
 
 @contextmanager
-def on_side_stream(place: torch.device) -> Iterator[None]:
+def on_side_stream(device: torch.device) -> Iterator[None]:
     """Run operations inside on a stream of their own, behind all work given before."""
-    if not has_streams(place):
+    if not has_streams(device):
         yield
         return
-    stream, current = new_stream(place), current_stream(place)
+    stream, current = new_stream(device), current_stream(device)
     stream.wait_stream(current)
     with stream:
         yield
     current.wait_stream(stream)
 
 
-def recorded(work: Callable[[], T], place: torch.device) -> Callable[[], T]:
+def recorded(work: Callable[[], T], device: torch.device) -> Callable[[], T]:
     """Record the launches of some work; return a function that repeats them in the same memory.
 
     Raises:
         TrainingError: if this torch cannot record.
     """
-    if not has_streams(place):
+    if not has_streams(device):
         return work
     if not hasattr(torch.accelerator, "Graph"):
         raise TrainingError(
-            f"torch {torch.__version__} cannot record passes of {place.type.upper()}; take 2.13 or "
-            "newer, another backend of compile, or none"
+            f"torch {torch.__version__} cannot record passes of {device.type.upper()}; take 2.13 "
+            "or newer, another backend of compile, or none"
         )
     graph = torch.accelerator.Graph(capture_error_mode="thread_local")  # transports have threads
-    with on_side_stream(place), graph:
+    with on_side_stream(device), graph:
         result = work()
 
     def replay() -> T:
@@ -182,35 +182,35 @@ def recorded(work: Callable[[], T], place: torch.device) -> Callable[[], T]:
     return replay
 
 
-def free_bytes(place: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Return the free bytes of an accelerator's own memory, without those that torch holds."""
-    return cast("int", _module(place.type).mem_get_info(place)[0])
+    return cast("int", _module(device.type).mem_get_info(device)[0])
 
 
-def available_bytes(place: torch.device) -> int:
+def available_bytes(device: torch.device) -> int:
     """Return the bytes that tensors can take, with memory that torch holds but does not use."""
-    held = torch.accelerator.memory_reserved(place) - torch.accelerator.memory_allocated(place)
-    return free_bytes(place) + held
+    held = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return free_bytes(device) + held
 
 
-def generators(place: torch.device) -> list[torch.Generator]:
+def generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators from which operations of a device draw: the host's, and its own."""
     own = [torch.default_generator]
-    if is_on_accelerator(place):
-        module = _module(place.type)
+    if is_on_accelerator(device):
+        module = _module(device.type)
         if hasattr(module, "default_generators"):
-            own.append(module.default_generators[place.index])
+            own.append(module.default_generators[device.index])
         else:
             own.append(module._get_default_mps_generator())
     return own
 
 
 @contextmanager
-def with_seed(seed: int, place: torch.device) -> Iterator[None]:
+def with_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, operations of a device draw from a seed; the states of its generators are restored
     afterwards, so that loaders of data draw from them alike on every rank.
     """
-    drawn_from = generators(place)
+    drawn_from = generators(device)
     before = [generator.get_state() for generator in drawn_from]
     for generator in drawn_from:
         generator.manual_seed(seed)

@@ -66,8 +66,8 @@ class EmulatedPipeline:
             device, schedule = self._mesh.device, emulation.schedule
             layout, split = emulation.layout(device), schedule.split_stages
             compute = EmulatedCompute(layout, costs, self._clock, self._sums, split)
-            place, links, rank_of = torch.device("cpu"), self._links, graph.rank_of
-            self._worker = Worker(layout, graph, schedule, device, compute, links, rank_of, place)
+            cpu, links, rank_of = torch.device("cpu"), self._links, graph.rank_of
+            self._worker = Worker(layout, graph, schedule, device, compute, links, rank_of, cpu)
         gathers = (work.gather_s for work in costs.all_reduces() if device in work.devices)
         self._update_s = sum(map(costs.update_s, graph.stages_of[device])) + sum(gathers)
         self._passes = sum(action.kind.is_compute for action in self._worker.actions)

@@ -240,8 +240,8 @@ class Captured:
         if precision in (None, "fp32"):
             return self
         programs = self.programs.under_autocast(precision, device_type)
-        place = programs.exporter.device
-        program, other = (programs.at(n * programs.samples, device=place) for n in (1, 2))
+        device = programs.exporter.device
+        program, other = (programs.at(n * programs.samples, device=device) for n in (1, 2))
         traits = CallTraits(program, other, axes_at(program, self.axes))
         graph, positions, axes = build(self.module, traits, programs.grouping, self.training)
         graph = replace(self.graph, values=graph.values, precision=precision)

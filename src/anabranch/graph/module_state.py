@@ -20,9 +20,9 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 def device_of(module: nn.Module) -> torch.device:
     """Return the meta device if any tensor of a module is there, else that of its first tensor."""
-    places = [tensor.device for tensor in (*module.parameters(), *module.buffers())]
-    meta = (place for place in places if place.type == "meta")
-    return next(meta, places[0] if places else torch.device("cpu"))
+    devices = [tensor.device for tensor in (*module.parameters(), *module.buffers())]
+    meta = (device for device in devices if device.type == "meta")
+    return next(meta, devices[0] if devices else torch.device("cpu"))
 
 
 @contextmanager

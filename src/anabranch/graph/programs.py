@@ -120,15 +120,15 @@ class Programs:
         """
         if samples < 1:
             raise ValueError(f"{samples} samples; at least 1 is needed")
-        place = torch.device(device) if device is not None else self.device
-        if accelerator.is_on_accelerator(place) and not accelerator.count(place.type):
-            raise ValueError(f"a program for {place} was asked for, but no such device is here")
-        if (samples, place) not in self._made:
-            self._made[samples, place] = self._make(samples, place)
-        return self._made[samples, place]
+        device = torch.device(device) if device is not None else self.device
+        if accelerator.is_on_accelerator(device) and not accelerator.count(device.type):
+            raise ValueError(f"a program for {device} was asked for, but no such device is here")
+        if (samples, device) not in self._made:
+            self._made[samples, device] = self._make(samples, device)
+        return self._made[samples, device]
 
-    def _lowered(self, samples: int, place: torch.device) -> FlatProgram:
-        program = self.exporter.program(samples, place)
+    def _lowered(self, samples: int, device: torch.device) -> FlatProgram:
+        program = self.exporter.program(samples, device)
         self._require_same(program)
         return self.whole_batch.put_in(program)
 
@@ -144,8 +144,8 @@ class Programs:
         example, programs.grouping = with_casts(self.example, region, self.grouping)
         programs._made = {(self.samples, self.exporter.device): example}
 
-        def make(samples: int, place: torch.device) -> FlatProgram:
-            program = self.at(samples, device=place)
+        def make(samples: int, device: torch.device) -> FlatProgram:
+            program = self.at(samples, device=device)
             return with_casts(program, region, self.grouping)[0]
 
         programs._make = make
@@ -213,21 +213,21 @@ class Programs:
         if not self.whole_batch.statistics:
             return dict(tensors)
         first = next(iter(tensors.values()))
-        samples, place = int(first.shape[0]), device or first.device
-        program = self.at(samples, device=place).statistics
+        samples, device = int(first.shape[0]), device or first.device
+        program = self.at(samples, device=device).statistics
         assert program is not None
-        if place.type == "meta":
+        if device.type == "meta":
             like = [node.meta["val"] for node in program.outputs]
-            values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
+            values = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in like]
         else:
-            values = self.run(program, tensors, place)
+            values = self.run(program, tensors, device)
         return {**tensors, **self.whole_batch.rows(values, samples)}
 
     def run(
         self,
         program: FlatProgram,
         tensors: Mapping[str, torch.Tensor],
-        place: torch.device | None = None,
+        device: torch.device | None = None,
         wanted: Sequence[fx.Node] | None = None,
     ) -> list[torch.Tensor]:
         """Compute outputs, or ``wanted`` values, for a batch, with the module's own state."""
@@ -243,7 +243,7 @@ class Programs:
                 value = self.module.get_buffer(source.name).clone()  # it may count calls
             else:
                 value = program.constants[source.name].clone()
-            return value if place is None else value.to(place)
+            return value if device is None else value.to(device)
 
         return program.run(find, wanted)
 

@@ -32,7 +32,7 @@ from typing import TypeAlias
 from anabranch.graph.opgraph import BATCH, OpGraph, bits
 
 _OUTSIDE = -2
-"""The place of an operator outside the part that a signature describes."""
+"""The position of an operator outside the part that a signature describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +87,31 @@ def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
     operators (their costs), and sizes and ends of the values that they read and make.
     """
     order = list(operators(node))
-    place = {op: position for position, op in enumerate(order)}
+    position = {op: i for i, op in enumerate(order)}
     ends: list[list[Hashable]] = [[] for _ in order]
     for value in graph.values:
-        touched = [i for i in (value.producer, *value.consumers) if i in place]
+        touched = [i for i in (value.producer, *value.consumers) if i in position]
         if not touched:
             continue
         size_and_ends = (
             value.nbytes,
             value.batched,
             value.grad,
-            place.get(value.producer, BATCH if value.producer == BATCH else _OUTSIDE),
-            tuple(sorted({place.get(consumer, _OUTSIDE) for consumer in value.consumers})),
+            position.get(value.producer, BATCH if value.producer == BATCH else _OUTSIDE),
+            tuple(sorted({position.get(consumer, _OUTSIDE) for consumer in value.consumers})),
         )
-        ends[place[touched[0]]].append(size_and_ends)
+        ends[position[touched[0]]].append(size_and_ends)
     return (
-        _shape(node, place),
+        _shape(node, position),
         tuple(keys[op] for op in order),
         tuple(tuple(sorted(touching, key=repr)) for touching in ends),
     )
 
 
-def _shape(node: Node, place: dict[int, int]) -> Hashable:
+def _shape(node: Node, position: dict[int, int]) -> Hashable:
     if isinstance(node, Leaf):
-        return place[node.op]
-    return type(node).__name__, tuple(_shape(child, place) for child in node.children)
+        return position[node.op]
+    return type(node).__name__, tuple(_shape(child, position) for child in node.children)
 
 
 def _decompose(graph: OpGraph, mask: int) -> Node:

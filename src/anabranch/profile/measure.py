@@ -88,8 +88,8 @@ def measure(
     counts = sorted(set(samples))
     if not counts or counts[0] < 1 or repeats < 0:
         raise ValueError(f"cannot measure {repeats} repeats at {counts} samples")
-    place = torch.device(device)
-    if place.type != "cpu" and not accelerator.has_streams(place):
+    torch_device = torch.device(device)
+    if torch_device.type != "cpu" and not accelerator.has_streams(torch_device):
         raise ValueError(f"cannot measure on {device}; cpu and {accelerator.usual()} are possible")
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
         raise ProfileError(
@@ -99,15 +99,15 @@ def measure(
             "weights for, on every rank those of its own stages"
         )
     counts = workable_counts(captured, counts)
-    if place.type != "cpu" and not accelerator.count(place.type):
+    if torch_device.type != "cpu" and not accelerator.count(torch_device.type):
         raise ProfileError(
-            f"there is no {place.type.upper()} device here to measure on; measure on the cpu, or "
-            "estimate for a GPU with device v100, a100 or h100"
+            f"there is no {torch_device.type.upper()} device here to measure on; measure on the "
+            "cpu, or estimate for a GPU with device v100, a100 or h100"
         )
-    if place.type != "cpu" and place.index is None:
-        place = torch.device(place.type, torch.accelerator.current_device_index())
-    copies = _Copies(place, captured.module)
-    with _left_as_it_was(captured.module, place, threads):
+    if torch_device.type != "cpu" and torch_device.index is None:
+        torch_device = torch.device(torch_device.type, torch.accelerator.current_device_index())
+    copies = _Copies(torch_device, captured.module)
+    with _left_as_it_was(captured.module, torch_device, threads):
         deadline = time.perf_counter() + budget_s
         make = partial(_Bench, captured, copies=copies)
         benches = _take_turns(

@@ -35,7 +35,7 @@ class Assignment:
     Attributes:
         workload: the workload, with the module that was captured.
         home: device of the module before training.
-        place: device on which this rank computes.
+        device: device on which this rank computes.
     """
 
     workload: Workload
@@ -44,17 +44,17 @@ class Assignment:
     holders: Holders
     compute: ComputeOptions
     home: torch.device
-    place: torch.device
+    device: torch.device
 
     def require_memory(self, plan: Plan, mesh: Mesh) -> None:
         """Raise InfeasiblePlanError, on every rank, for a plan whose predicted peaks exceed the
         memory that there is.
         """
         parameters = self.captured.parameters()
-        own, others = self.holders.resident_bytes(parameters, mesh.rank, self.place)
+        own, others = self.holders.resident_bytes(parameters, mesh.rank, self.device)
         # A forked rank shares the memory of the CPU with its parent, which gives nothing back.
-        shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
-        if problem := lack(plan, mesh, own, 0 if shares else others, self.place):
+        shares = self.device.type == "cpu" and multiprocessing.parent_process() is not None
+        if problem := lack(plan, mesh, own, 0 if shares else others, self.device):
             raise InfeasiblePlanError(problem)
 
 
@@ -91,13 +91,13 @@ def assign(
     buckets_of(captured, workload)
     module = captured.module
     home = start_of(module)
-    place = home if device is None else own_device(device)
-    prepare(place)
-    claim(place)
+    device = home if device is None else own_device(device)
+    prepare(device)
+    claim(device)
     join(timeout)
-    require_agreement(facts_of(captured, plan, {**facts, **asdict(compute), "device": place.type}))
+    require_agreement(facts_of(captured, plan, {**facts, **asdict(compute), "device": device.type}))
     if meta_names(module):
-        require_constants(captured, place)
+        require_constants(captured, device)
     parts = parts_of(captured, plan, exact=exact)
     if exact:
         require_exact(compute, captured.graph)
@@ -122,16 +122,16 @@ def assign(
             for name, p in trainable.items()
         }
         holders = holders.sharded(like, cut=cut)
-    return Assignment(job, captured, parts, holders, compute, home, place)
+    return Assignment(job, captured, parts, holders, compute, home, device)
 
 
 def refused_between_gpus(captured: Captured, plan: Plan) -> list[str]:
     """Return why ranks with a GPU each refuse a plan for its connections, if they do."""
-    graph, place = plan.stage_graph, usual()
+    graph, device = plan.stage_graph, usual()
     pairs = {channel[:2] for channel in channels(graph)}
     sets = Holders.of(parts_of(captured, plan, exact=False), graph).sets
     try:
-        require_streams([*pairs, *sets], len(graph.devices), place, settings(place))
+        require_streams([*pairs, *sets], len(graph.devices), device, settings(device))
     except InvalidPlanError as error:
         return [f"between GPUs of their own: {error}"]
     return []

@@ -112,7 +112,7 @@ class BasePipeline:
         self._settle()
         with self.failing():
             self._mesh.barrier()
-            return tuple(self._mesh.gather(yardstick_s(self._session.place)))
+            return tuple(self._mesh.gather(yardstick_s(self._session.device)))
 
     def failing(self) -> AbstractContextManager[None]:
         """Context in which a failure here reaches the other ranks, and theirs are explained."""

@@ -162,14 +162,14 @@ def refusal_of_data(captured: Captured, workload: Workload, batch_size: int) -> 
     one; empty if it would not. Data that can be read only once is left alone, and so is data with
     buckets, each of which would have to be captured.
     """
-    feed, place = DataFeed(workload, batch_size), torch.device("cpu")
+    feed, device = DataFeed(workload, batch_size), torch.device("cpu")
     try:
         if _is_read_again(workload.data) and not workload.buckets:
             for _, batch in zip(range(2), feed.batches(1), strict=False):
-                leaves_of(captured, batch, place, feed.where)
+                leaves_of(captured, batch, device, feed.where)
         if _is_read_again(workload.eval_data) and not workload.buckets:
             for _, batch in zip(range(1), feed.read(feed.held_out()), strict=False):
-                leaves_of(captured, batch, place, "held-out batch 0")
+                leaves_of(captured, batch, device, "held-out batch 0")
     except DataError as error:
         return str(error)
     return ""
@@ -194,13 +194,13 @@ def _is_read_again(data: Any) -> bool:
 def leaves_of(
     captured: Captured,
     batch: Batch,
-    place: torch.device,
+    device: torch.device,
     which: str = "",
     *,
     read: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors of a batch by the names of its leaves; tensors that are ``read`` here, by
-    default all, are brought to ``place``.
+    default all, are brought to ``device``.
 
     Raises:
         DataError: if the batch is built otherwise than the workload's example, or has tensors of
@@ -234,7 +234,7 @@ def leaves_of(
             f"{which or 'a batch'} was read without {', '.join(unread)}, which nothing needed here "
             "when it was read, and now something does; take the next batch of the data instead"
         )
-    return {n: uploaded(leaf, place) if n in needed else leaf for n, leaf in leaves.items()}
+    return {n: uploaded(leaf, device) if n in needed else leaf for n, leaf in leaves.items()}
 
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:

@@ -60,7 +60,7 @@ class FirstBatch:
         before: FirstBatch | None,
     ) -> None:
         self._assignment, self._state, self._workers = assignment, state, workers
-        self._captured, self._mesh, self._place = workers.captured, workers.mesh, workers.place
+        self._captured, self._mesh, self._device = workers.captured, workers.mesh, workers.device
         self._graph, workload = workers.stage_graph, assignment.workload
         self._compares, self._tells = compares, check_gradients and before is None
         self._examples = [workload.example, *workload.buckets] if workload.buckets else []
@@ -100,7 +100,7 @@ class FirstBatch:
             self._captured.for_batch(leaves): (batch, leaves)
         }
         for example in self._examples:
-            tensors = leaves_of(self._captured, example, self._place)
+            tensors = leaves_of(self._captured, example, self._device)
             batches.setdefault(self._captured.for_batch(tensors), (example, tensors))
         verdicts = [
             compare_with_eager(
@@ -119,8 +119,8 @@ class FirstBatch:
         """Run every program of this rank's stages once, before any message."""
         batches = [leaves]
         for example in self._examples:
-            small = leaves_of(self._captured, example, self._place)
-            rows = torch.arange(self._graph.batch_size, device=self._place) % num_samples(small)
+            small = leaves_of(self._captured, example, self._device)
+            rows = torch.arange(self._graph.batch_size, device=self._device) % num_samples(small)
             batches.append({name: leaf[rows] for name, leaf in small.items()})
         done = set()
         for tensors in batches:
@@ -183,11 +183,11 @@ def warm_up(
 
 
 def _compute(worker: Worker, key: Key, *, train: bool) -> None:
-    program, place = worker.layout.program(*key), worker.place
+    program, device = worker.layout.program(*key), worker.torch_device
 
     def zeros(value: int) -> Tensor:
         shape, dtype = program.shapes[value]
-        return torch.zeros(shape, dtype=dtype, device=place)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     worker.compute.forward(key, {port.value: zeros(port.value) for port in program.inputs})
     if train:

@@ -201,8 +201,8 @@ class Pipeline(BasePipeline):
         self._steps.refuse_between("change of the plan")
         session, steps = self._session, self._steps
         with session.failing():
-            own = self._state.bytes_on(session.place)  # which will be free again
-            missing = lack(plan, self._mesh, own, 0, session.place) if self._check_memory else ""
+            own = self._state.bytes_on(session.device)  # which will be free again
+            missing = lack(plan, self._mesh, own, 0, session.device) if self._check_memory else ""
         if missing:
             raise InfeasiblePlanError(missing)
         # What is frozen for a while goes on with its optimizer's state.
@@ -245,11 +245,11 @@ class Pipeline(BasePipeline):
             POSITION.begin(self.step_number)
             self._steps.settle()
             self._session.prepare(batch, leaves)
-            place, workers = self._session.place, self._session.workers
+            device, workers = self._session.device, self._session.workers
             recording = StepRecording(self._mesh, workers.clock, begun) if record else None
             # Compiled code on a CPU shows nobody what it makes.
-            if weigh and (accelerator.has_own_memory(place) or workers.options.backend is None):
-                gauge = PeakMemory(place, self._updates.tensors, leaves.values())
+            if weigh and (accelerator.has_own_memory(device) or workers.options.backend is None):
+                gauge = PeakMemory(device, self._updates.tensors, leaves.values())
                 with gauge.measuring():
                     loss = self._steps.step(leaves)
                 self.peak_bytes = tuple(self._mesh.gather(gauge.peak_bytes))

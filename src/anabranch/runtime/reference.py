@@ -58,9 +58,9 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[start:stop], batch)
 
 
-def _moved(batch: Batch, place: torch.device) -> Batch:
+def _moved(batch: Batch, device: torch.device) -> Batch:
     """Return a copy of a batch on a device, which a forward may change in place."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place, copy=True), batch)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), batch)
 
 
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def reference(
 ) -> Reference:
     """Run the module, where it is, in training mode over slices [start, stop) that tile a batch."""
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    size, place = num_samples(batch), start_of(module)
+    size, device = num_samples(batch), start_of(module)
     loss, metrics = 0.0, dict[str, float]()
     apart = without_gradients(parameters.values())
     with unchanged_buffers(module), in_mode(module, training=True), apart:
@@ -98,7 +98,7 @@ def reference(
             share = (stop - start) / size
             counts = {} if weights is None else weights(stop - start, size)
             weight = counts.get("loss", share)
-            results = call(module, _moved(take(batch, start, stop), place))
+            results = call(module, _moved(take(batch, start, stop), device))
             value = results.pop("loss")
             torch.autograd.backward(value, torch.full_like(value, weight))
             loss += value.item() * weight
@@ -112,9 +112,9 @@ def reference(
 @contextmanager
 def same_numbers(module: nn.Module) -> Iterator[None]:
     """Context in which a module draws the same random numbers; torch's own go on afterwards."""
-    place = start_of(module)
-    gpus = [place] if accelerator.is_on_accelerator(place) else []
-    with torch.random.fork_rng(gpus, device_type=place.type):
+    device = start_of(module)
+    gpus = [device] if accelerator.is_on_accelerator(device) else []
+    with torch.random.fork_rng(gpus, device_type=device.type):
         torch.manual_seed(0)
         yield
 

@@ -85,14 +85,14 @@ class Session:
             **options,
         )
         self.captured, self.parts = captured, parts = assignment.captured, assignment.parts
-        self.holders, self.place = holders, place = assignment.holders, assignment.place
+        self.holders, self.device = holders, device = assignment.holders, assignment.device
         self.frozen = {
             name: parameter
             for name, parameter in captured.module.named_parameters()
             if name in captured.programs.exporter.frozen or not parameter.requires_grad
         }
         self.graph = graph = plan.stage_graph
-        self.mesh = mesh = Mesh(graph.devices, holders.sets, place=place, timeout=timeout)
+        self.mesh = mesh = Mesh(graph.devices, holders.sets, torch_device=device, timeout=timeout)
         stall_s = timeout if stall_timeout is None else stall_timeout
         self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, patience)
         if mesh.rank == 0 and (text := plan.other_model(captured.graph)):
@@ -108,7 +108,9 @@ class Session:
         with mesh.failure.reporting(self._disconnect, graph):
             if check_memory:
                 assignment.require_memory(plan, mesh)
-            self.transport = transport = mesh.transport(place, sorted({*channels(graph), *further}))
+            self.transport = transport = mesh.transport(
+                device, sorted({*channels(graph), *further})
+            )
             drawn = mesh.gather([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             feed.seed, self._run_id = seed, run_id = drawn[0]
             if predecessor is not None:
@@ -116,7 +118,7 @@ class Session:
                 predecessor.close()
             state = ModelState(assignment, mesh, seed, goes_on=goes_on, needs_all=needs_all)
             workers = WorkerCache(
-                captured, parts, plan, mesh, transport, place, seed, assignment.compute
+                captured, parts, plan, mesh, transport, device, seed, assignment.compute
             )
             self.first: FirstBatch = FirstBatch(
                 assignment,
@@ -166,13 +168,13 @@ class Session:
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
-        leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
+        leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
         self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
 
     def _refuse_autocast(self) -> None:
-        if torch.is_autocast_enabled(self.place.type):
+        if torch.is_autocast_enabled(self.device.type):
             raise TrainingError(
                 "torch.autocast is on around the pipeline, and stages would send each other other "
                 "types than their programs have; leave it out, and train with precision bf16 or "
@@ -237,7 +239,7 @@ class Session:
 
             for number, batch in enumerate(self.feed.read(chosen)):
                 what = f"held-out batch {number}"
-                leaves = leaves_of(self.captured, batch, self.place, what, read=workers.leaves)
+                leaves = leaves_of(self.captured, batch, self.device, what, read=workers.leaves)
                 self.begin_batch(batch)
                 size = num_samples(leaves)
                 with self.failing():

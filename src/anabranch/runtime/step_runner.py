@@ -66,7 +66,7 @@ class StepRunner:
         self.metrics: dict[str, float] = {}
         self.late = LateTotals(session, partial(self._error, _AFTER))
         self.is_first = True
-        self._is_late = accelerator.has_streams(session.place)
+        self._is_late = accelerator.has_streams(session.device)
         self._unresolved: tuple[Outcome, bool] | None = None  # and whether an update was made
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]

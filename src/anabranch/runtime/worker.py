@@ -70,7 +70,7 @@ class Worker:
     compute: Compute
     transport: Transport | None
     rank_of: Mapping[int, int]
-    place: torch.device
+    torch_device: torch.device
     clock: Clock = field(default_factory=Clock)
 
     @cached_property
@@ -243,7 +243,8 @@ class BatchRun:
     ) -> None:
         self.number = number
         self.outcome = compute.begin(leaves, number, train=train)
-        self.compute, self.transport, self.place = compute, worker.transport, worker.place
+        self.compute, self.transport = compute, worker.transport
+        self.torch_device = worker.torch_device
         self.clock = worker.clock
         self.tasks, self.watcher = tasks, watcher
         self.receipts: dict[_Task, Receipt] = {}
@@ -272,7 +273,7 @@ class BatchRun:
         for task in tasks:
             if task.items:
                 assert self.transport is not None
-                receipt = self.transport.receive(task.specs, self.place, task.rank, task.tag)
+                receipt = self.transport.receive(task.specs, self.torch_device, task.rank, task.tag)
                 self.receipts[task] = receipt
 
     def receive(self, task: _Task) -> None:
@@ -307,7 +308,7 @@ class BatchRun:
         tensors = []
         for item in items:
             if item is TOKEN:
-                tensors.append(_nothing(self.place))
+                tensors.append(_nothing(self.torch_device))
             elif item.port is not None:
                 tensors.append(item.part(self.returned[stage][item.port]))
             elif item.batched:
@@ -354,9 +355,9 @@ class BatchRun:
 
 
 @cache
-def _nothing(place: torch.device) -> Tensor:
+def _nothing(device: torch.device) -> Tensor:
     """Return the tensor of a token, pinned so that a copy to a GPU does not block."""
-    return accelerator.pinned(torch.zeros(TOKEN.shape, dtype=TOKEN.dtype), place)
+    return accelerator.pinned(torch.zeros(TOKEN.shape, dtype=TOKEN.dtype), device)
 
 
 _DO: dict[Kind, Callable[[BatchRun, _Task], None]] = {

@@ -42,12 +42,12 @@ class WorkerCache:
     plan: Plan
     mesh: Mesh
     transport: Transport | None
-    place: torch.device
+    device: torch.device
     seed: int
     options: ComputeOptions = PLAIN
 
     def __post_init__(self) -> None:
-        self.clock = clock_of(self.place)
+        self.clock = clock_of(self.device)
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stage_graph = self.plan.stage_graph
 
@@ -112,7 +112,7 @@ class WorkerCache:
 
     @remembered
     def _programs(self, options: ComputeOptions) -> StagePrograms:
-        return StagePrograms(self.parts, options, self.place)
+        return StagePrograms(self.parts, options, self.device)
 
     def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
         """Make a worker for a variation of the plan's stage graph, and of the options."""
@@ -139,9 +139,9 @@ class WorkerCache:
             loss_scale=self.loss_scale if options == self.options else None,
             split=schedule.split_stages,
         )
-        transport, rank_of, place = self.transport, self.stage_graph.rank_of, self.place
+        transport, rank_of, device = self.transport, self.stage_graph.rank_of, self.device
         return Worker(
-            layout, graph, schedule, mesh.device, compute, transport, rank_of, place, self.clock
+            layout, graph, schedule, mesh.device, compute, transport, rank_of, device, self.clock
         )
 
 

@@ -79,28 +79,28 @@ class _History:
     def path(self) -> Iterator[PathSegment]:
         """Generate the path from the end of the step to its beginning."""
         everyone, time = {*self._busy, *self._sums}, self._step_s
-        place = self._latest(everyone, time)
+        device = self._latest(everyone, time)
         while time > self._near:
-            event, ended = self._last(place, time)
+            event, ended = self._last(device, time)
             if ended < time - self._near:  # idle: it waits for other devices
-                place = self._latest(everyone, time)
-                event, ended = self._last(place, time)
+                device = self._latest(everyone, time)
+                event, ended = self._last(device, time)
                 if ended < time:
-                    yield PathSegment(ended, time, Cause.OVERHEAD, (), place)
+                    yield PathSegment(ended, time, Cause.OVERHEAD, (), device)
                     time = ended
                     continue
             assert event is not None
             yield PathSegment(event.start, time, event.cause, event.stages, event.device)
             time = event.start
             if event.cause is Cause.ALL_REDUCE:
-                place = self._latest(self._members[event._replace(device=-1)], time)
-            elif event.action is not None and self._last(place, time)[1] < time - self._near:
+                device = self._latest(self._members[event._replace(device=-1)], time)
+            elif event.action is not None and self._last(device, time)[1] < time - self._near:
                 source = max(self._awaited(event), key=attrgetter("end"), default=None)
                 if source is not None and source.end < time:
                     ends = source.stages + event.stages
-                    yield PathSegment(source.end, time, Cause.MESSAGE, ends, place)
+                    yield PathSegment(source.end, time, Cause.MESSAGE, ends, device)
                     time = source.end
-                place = source.device if source is not None else place
+                device = source.device if source is not None else device
 
     def _last(self, device: int, time: float) -> tuple[_PathEvent | None, float]:
         """Return the last event of a device that began before a time, and until when it was busy by
@@ -108,8 +108,8 @@ class _History:
         """
         candidates: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):
-            place = bisect_left(events, time, key=attrgetter("start")) - 1
-            candidates += events[place : place + 1] if place >= 0 else []
+            last = bisect_left(events, time, key=attrgetter("start")) - 1
+            candidates += events[last : last + 1] if last >= 0 else []
         event = max(candidates, key=lambda event: min(event.end, time), default=None)
         return event, min(event.end, time) if event else 0.0
 

@@ -25,16 +25,16 @@ RECEIVES, COMPUTE, SENDS, UPDATE = range(4)
 """Phases at one position of a list, in their order."""
 
 
-def place(position: T, phase: T | int) -> T:
-    """Return the place of a phase at a position; position -1 is before the whole list."""
+def insertion_point(position: T, phase: T | int) -> T:
+    """Return the insertion point of a phase at a position; position -1 is before the whole list."""
     return 4 * (position + 1) + phase
 
 
 class Lists:
-    """Lists of devices that are made by putting entries at places of an original list.
+    """Lists of devices that are made by putting entries at points of an original list.
 
     Args:
-        lengths: lengths of the original lists; there are places before and behind each.
+        lengths: lengths of the original lists; there are points before and behind each.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -42,9 +42,9 @@ class Lists:
         self._keys: list[Ints] = []
         self._values: list[Ints] = []
 
-    def put(self, devices: Ints | int, places: Ints, values: Ints) -> None:
-        """Put entries at places, behind entries already there; arguments broadcast as in NumPy."""
-        keys = self._begin[devices] + places
+    def put(self, devices: Ints | int, points: Ints, values: Ints) -> None:
+        """Put entries at points, behind entries already there; arguments broadcast as in NumPy."""
+        keys = self._begin[devices] + points
         self._keys.append(keys.ravel())
         self._values.append(np.broadcast_to(values, keys.shape).ravel())
 
@@ -183,8 +183,10 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
     transfers = transfers_of(graph, costs)
     (source, target, forward), (i, a, j, b, *_) = transfers.ends, transfers.table
     numbers, senders, receivers = np.arange(len(i)), index[a], index[b]
-    lists.put(senders, place(positions.of(senders, source, forward, i), SENDS), ~numbers)
-    lists.put(receivers, place(positions.of(receivers, target, forward, j), RECEIVES), numbers)
+    lists.put(senders, insertion_point(positions.of(senders, source, forward, i), SENDS), ~numbers)
+    lists.put(
+        receivers, insertion_point(positions.of(receivers, target, forward, j), RECEIVES), numbers
+    )
     return _priced(costs, transfers)
 
 

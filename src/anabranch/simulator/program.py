@@ -25,7 +25,7 @@ from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role
-from anabranch.simulator.messages import COMPUTE, UPDATE, Lists, Messages, place, put_in
+from anabranch.simulator.messages import COMPUTE, UPDATE, Lists, Messages, insertion_point, put_in
 from anabranch.simulator.sums import Mark, Sum, final_pieces, gradient_marks, plan_sums, summing_s
 
 
@@ -242,12 +242,12 @@ def compile_schedule(
             at = [positions for positions, _, _ in listed]
             phase, unit = np.repeat([x[1:] for x in listed], [*map(len, at)], axis=0).T
             where = np.array([index[device] for device in members])[:, None]
-            lists.put(where, place(np.concatenate(at), phase), ~(first_unit + unit))
+            lists.put(where, insertion_point(np.concatenate(at), phase), ~(first_unit + unit))
     # The next step needs the parameters of the first stages first.
     for work in reversed(works):
         for device in work.devices if work.gather_s else ():
             numbers = np.array(units.gathers(work))
-            behind_all = place(np.full_like(numbers, len(orders[device])), UPDATE)
+            behind_all = insertion_point(np.full_like(numbers, len(orders[device])), UPDATE)
             lists.put(index[device], behind_all, ~(first_unit + numbers))
     entries, first = lists.joined()
     if messages.table["end"].any():

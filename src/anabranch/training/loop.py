@@ -18,10 +18,10 @@ from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
 from anabranch.training.adaptation import Adaptation, Looks
-from anabranch.training.course import Course
 from anabranch.training.events import Callback
 from anabranch.training.save_every import SaveEvery
 from anabranch.training.step_loop import StepLoop
+from anabranch.training.training_run import TrainingRun
 from anabranch.workload import Workload
 
 _SETTLED, _SHOWN = 8, 6
@@ -76,7 +76,7 @@ def train(
         DataError: if ``evaluate_every`` is given, or ``steps`` is 0, and there is no held-out data.
         ValueError: if neither steps nor epochs are given, or ``evaluate_every`` is less than 1.
     """
-    course = Course(
+    training = TrainingRun(
         Pipeline,
         workload,
         plan,
@@ -90,24 +90,24 @@ def train(
         callbacks=callbacks,
         **options,
     )
-    pipe, reporter = course.pipe, course.reporter
+    pipe, reporter = training.pipe, training.reporter
     accumulate = int(options.get("accumulate", 1))
-    loop = StepLoop(pipe, reporter, course.clock, course.batches)
+    loop = StepLoop(pipe, reporter, training.clock, training.batches)
     # First single steps, for times and timelines of a step alone. Compiled programs cannot be
     # weighed.
     loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
     looks = looks or Looks(every=None)
-    adaptation = Adaptation(loop, looks, course.start_s)
+    adaptation = Adaptation(loop, looks, training.start_s)
     adaptation.look()
     # The other steps follow each other without waiting.
     while loop.in_a_row(looks.steps_until(len(reporter.losses), accumulate)):
         if not loop.alone(RECORDED_STEPS):
             break
         adaptation.look()
-    course.require_steps()
+    training.require_steps()
     pipe.update()
     timeline = loop.timeline
-    return course.finished(
+    return training.finished(
         plan=pipe.plan,
         step_s=loop.step_s,
         period_s=loop.period_s,
@@ -129,12 +129,12 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     Returns:
         The run, the same on every rank except for its times.
     """
-    course = Course(AsyncPipeline, workload, plan, **arguments)
-    pipe, reporter, clock = course.pipe, course.reporter, course.clock
+    training = TrainingRun(AsyncPipeline, workload, plan, **arguments)
+    pipe, reporter, clock = training.pipe, training.reporter, training.clock
     begun = before = clock.now()
     full: list[float] = []  # times of losses while the pipeline was full
     put_in = 0
-    for loss in pipe.steps(reporter.noted(course.batches)):
+    for loss in pipe.steps(reporter.noted(training.batches)):
         now = clock.now()
         taken = 0.0
         if pipe.step_number != put_in:  # else the loss comes with the drain
@@ -145,9 +145,9 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
         if len(reporter.losses) == _SETTLED:
             pipe.record(_SHOWN)
         before = now
-    course.require_steps()
+    training.require_steps()
     seconds = [end - start for start, end in pairwise(full)]
-    return course.finished(
+    return training.finished(
         plan=plan,
         step_s=tuple(seconds) or tuple((before - begun) / len(full) for _ in full[:1]),
         period_s=sum(seconds[1:]) / len(seconds[1:]) if len(seconds) > 1 else 0.0,

@@ -258,8 +258,8 @@ class _Comparison:
         captured, module, batch = self._captured, self._workload.module, self._batch
         require_values(module, materialise(module, seed=self._seed % SEEDS))
         if self._device is not None:
-            claim(place := own_device(self._device))
-            module.to(place)
+            claim(device := own_device(self._device))
+            module.to(device)
         calls = self._slices if self._against == SLICES else [self._whole]
         has_whole = not (self._is_random or captured.graph.normalised or captured.graph.stateful)
         with NoDropout() if self._options.dropout == "off" else nullcontext():

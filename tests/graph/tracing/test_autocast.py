@@ -124,7 +124,7 @@ def test_losses_of_sizes_that_depend_on_the_data_are_cast(name: str) -> None:
 def test_casts_do_not_depend_on_the_device_of_a_program() -> None:
     """A program on the meta device, by which a model is estimated for a GPU, has the same calls."""
     captured = capture(Halves(), batch())
-    here, there = (captured.programs.at(2, device=place) for place in ("cpu", "meta"))
+    here, there = (captured.programs.at(2, device=device) for device in ("cpu", "meta"))
     assert here.signature() == there.signature()
 
 

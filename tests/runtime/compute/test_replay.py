@@ -21,7 +21,7 @@ REPLAYED = ComputeOptions(compile="cudagraphs")
 def fixed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording writes to the same memory each time, so what it gave before is gone then."""
 
-    def recorded(work: Callable[[], Any], place: torch.device) -> Callable[[], Any]:
+    def recorded(work: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
         given: list[Tensor] = []
 
         def replay() -> Any:

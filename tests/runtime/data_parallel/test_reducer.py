@@ -99,12 +99,12 @@ def test_buffers_are_kept_and_one_holder_has_none() -> None:
     chosen = plan(model, 2, replicas=[2, 1])
 
     def work(pipeline: Pipeline) -> tuple[bool, int]:
-        places = pipeline._updates.reducer._places
+        slots = pipeline._updates.reducer._slots
         pointers = []
         for seed in range(2):
             pipeline.gradients(batch(16, seed))
             parameters = pipeline._state.parameters
-            pointers.append([g.data_ptr() for n in places if (g := parameters[n].grad) is not None])
+            pointers.append([g.data_ptr() for n in slots if (g := parameters[n].grad) is not None])
         return pointers[0] == pointers[1], len(pointers[0])
 
     same, counts = zip(*run(model, chosen, work), strict=True)

@@ -162,9 +162,9 @@ class Line:
 def main(monkeypatch: pytest.MonkeyPatch) -> Line:
     """The main stream of a device with two, which the CPU plays."""
     line = Line([])
-    monkeypatch.setattr(accelerator, "has_streams", lambda place: True)
-    monkeypatch.setattr(accelerator, "new_stream", lambda place: Line([]))
-    monkeypatch.setattr(accelerator, "current_stream", lambda place: line)
+    monkeypatch.setattr(accelerator, "has_streams", lambda device: True)
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: Line([]))
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: line)
     monkeypatch.setattr(accelerator, "host_like", torch.empty_like)
     return line
 

@@ -50,7 +50,7 @@ def test_tensors_that_gloo_does_not_take_go_through_the_host(
     """The results are those of a device that it takes; here the CPU plays the other one, whose
     copies are tensors of their own.
     """
-    monkeypatch.setattr(accelerator, "has_collectives", lambda place: False)
+    monkeypatch.setattr(accelerator, "has_collectives", lambda device: False)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
 
     def work() -> list[list[float]]:

@@ -51,12 +51,12 @@ def test_only_the_stages_of_a_rank_come_to_its_device() -> None:
         claimed: list[torch.device] = []
         moved: set[str] = set()
 
-        def noted(tensors: Iterable[Tensor], place: torch.device) -> None:
+        def noted(tensors: Iterable[Tensor], device: torch.device) -> None:
             moved.update(names[id(tensor)] for tensor in tensors)
 
-        def claim(place: torch.device) -> None:
+        def claim(device: torch.device) -> None:
             assert not moved
-            claimed.append(place)
+            claimed.append(device)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model_state, "move", noted)

@@ -216,11 +216,11 @@ def test_a_model_that_fits_in_stages_alone_is_trained(monkeypatch: pytest.Monkey
         pipe = Pipeline(workload(captured.module), chosen, captured=captured)
         return pipe.step(batch())
 
-    monkeypatch.setattr(memory_budget, "device_digest", lambda place: os.getpid().to_bytes(7))
-    monkeypatch.setattr(memory_budget, "_free", lambda place: peak)
+    monkeypatch.setattr(memory_budget, "device_digest", lambda device: os.getpid().to_bytes(7))
+    monkeypatch.setattr(memory_budget, "_free", lambda device: peak)
     losses = launch.run(work, 2, timeout=LIMIT_S)
     assert losses[0] == losses[1]
-    monkeypatch.setattr(memory_budget, "_free", lambda place: peak // 2)
+    monkeypatch.setattr(memory_budget, "_free", lambda device: peak // 2)
     with pytest.raises(InfeasiblePlanError, match="more at the peak"):
         launch.run(work, 2, timeout=LIMIT_S)
 

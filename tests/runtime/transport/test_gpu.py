@@ -19,14 +19,14 @@ pytestmark = [
 CHANNELS = [Channel(s, 1 - s, tag) for s in (0, 1) for tag in (0, 1)]
 
 
-def exchange_tensors(transport: Transport, rank: int, place: torch.device) -> None:
+def exchange_tensors(transport: Transport, rank: int, device: torch.device) -> None:
     """Both send large, small and empty tensors, with two tags, and receive the tags in another
     order; numbers made on the compute stream just before arrive.
     """
     for i in range(5):
         for tag in (0, 1):
-            made = torch.full((1 << 20,), float(rank), device=place).mul_(10).add_(i + 100 * tag)
-            parts = [made, torch.empty(0, 3, device=place), made.view(2, -1).t()[:7]]
+            made = torch.full((1 << 20,), float(rank), device=device).mul_(10).add_(i + 100 * tag)
+            parts = [made, torch.empty(0, 3, device=device), made.view(2, -1).t()[:7]]
             transport.send([*parts, torch.tensor(True)], 1 - rank, tag)
             del made, parts
     specs = [
@@ -36,12 +36,12 @@ def exchange_tensors(transport: Transport, rank: int, place: torch.device) -> No
         (torch.Size([]), torch.bool),
     ]
     for tag in (1, 0):
-        posted = [transport.receive(specs, place, 1 - rank, tag) for _ in range(5)]
+        posted = [transport.receive(specs, device, 1 - rank, tag) for _ in range(5)]
         for i, receipt in enumerate(posted):
             tensors = receipt.wait()
             expected = (1 - rank) * 10 + i + 100 * tag
             assert [(t.shape, t.dtype) for t in tensors] == specs
-            assert all(t.device == place for t in tensors)
+            assert all(t.device == device for t in tensors)
             assert (tensors[0] == expected).all()
             assert (tensors[2] == expected).all()
             assert tensors[3]
@@ -51,12 +51,12 @@ def exchange_tensors(transport: Transport, rank: int, place: torch.device) -> No
 def main(kind: str) -> None:
     """One of two ranks."""
     rank = int(os.environ["RANK"])
-    place = torch.device("cuda", rank if kind == "nccl" else 0)
-    torch.cuda.set_device(place)
-    mesh = Mesh(range(2), place=place, timeout=60.0)
-    transport = mesh.transport(place, CHANNELS if kind == "nccl" else ())
+    device = torch.device("cuda", rank if kind == "nccl" else 0)
+    torch.cuda.set_device(device)
+    mesh = Mesh(range(2), device=device, timeout=60.0)
+    transport = mesh.transport(device, CHANNELS if kind == "nccl" else ())
     assert type(transport) is {"nccl": NcclTransport, "host": HostTransport}[kind]
-    exchange_tensors(transport, rank, place)
+    exchange_tensors(transport, rank, device)
     mesh.barrier()
     transport.close()
     mesh.close()

@@ -18,7 +18,7 @@ def write(segment: Segment, writer: Writer, tag: int, content: bytes) -> None:
     chunk, index = segment.take(len(content))
     start = chunk.start(index)
     chunk.memory[start : start + len(content)] = content
-    writer.write(Record(tag, len(content), 1, 7, chunk.place(index)))
+    writer.write(Record(tag, len(content), 1, 7, chunk.address_of(index)))
 
 
 SIZES = st.sampled_from([0, 1, 63, 64, 65, 1000, 4095, 4096, 4097])

@@ -34,8 +34,8 @@ def test_both_ends_see_the_same_bytes(segment: Segment, window: Window) -> None:
     chunk, index = segment.take(5)
     start = chunk.start(index)
     chunk.memory[start : start + 5] = b"hello"
-    place = chunk.place(index)
-    assert bytes(window.chunk(place).lend(place.block, 5)) == b"hello"
+    address = chunk.address_of(index)
+    assert bytes(window.chunk(address).lend(address.block, 5)) == b"hello"
 
 
 def test_a_block_is_taken_until_the_last_tensor_on_it_is_gone(
@@ -43,8 +43,8 @@ def test_a_block_is_taken_until_the_last_tensor_on_it_is_gone(
 ) -> None:
     """Also if that is a part, in another shape, without the tensor that it is a part of."""
     chunk, index = segment.take(4096)
-    place = chunk.place(index)
-    view = window.chunk(place).lend(place.block, 4096)
+    address = chunk.address_of(index)
+    view = window.chunk(address).lend(address.block, 4096)
     tensors = [torch.frombuffer(view, dtype=torch.float32, count=8, offset=i) for i in (0, 64)]
     part = tensors[0].view(2, 4)[1]
     del view
@@ -59,8 +59,8 @@ def test_a_block_is_taken_until_the_last_tensor_on_it_is_gone(
 def test_a_fork_frees_nothing(segment: Segment, window: Window) -> None:
     """What a child of the receiver drops is still its parent's."""
     chunk, index = segment.take(4096)
-    place = chunk.place(index)
-    view = window.chunk(place).lend(place.block, 4096)
+    address = chunk.address_of(index)
+    view = window.chunk(address).lend(address.block, 4096)
     window.disown()
     del view
     assert segment.take(4096)[1] == 1

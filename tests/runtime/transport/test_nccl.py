@@ -143,13 +143,13 @@ class TestBuffers:
         assert weight.grad.tolist() == [0.0 + 1 + 2 + 3] * 4
 
     def test_one_is_filled_again_behind_its_last_readers(self) -> None:
-        """The fence is the place of the compute stream when nobody held the tensor any more."""
-        places = iter(range(100))
-        buffers = Buffers(CPU, lambda: next(places))
+        """The fence is the position of the compute stream when nobody held the tensor any more."""
+        positions = iter(range(100))
+        buffers = Buffers(CPU, lambda: next(positions))
         tensor, made = buffers.take("channel", SPECS[0])
         assert made == 0  # its memory may have been another tensor's
         del tensor
-        next(places)
+        next(positions)
         buffers.sweep()
         buffers.sweep()
         assert buffers.take("channel", SPECS[0])[1] == 2

@@ -66,7 +66,7 @@ def require_possible(training: TrainingSettings) -> None:
     """Accept settings of a run as far as they can be judged without the model."""
     from anabranch.checkpoint import Checkpoint
     from anabranch.training import require_place
-    from anabranch.training.course import nothing_left
+    from anabranch.training.training_run import nothing_left
 
     resume = training.resume
     require_place(training.save, resume, is_series=training.saves() is not None)
@@ -93,7 +93,7 @@ def require_trainable(
     from anabranch.data.loaders import Loader
     from anabranch.runtime.state.model_state import require_weights
     from anabranch.runtime.state.optimizer_facts import refuse_unsupported
-    from anabranch.training.course import require_evaluation
+    from anabranch.training.training_run import require_evaluation
     from anabranch.workload import stand_in_optimizer
 
     if workload.data is None:

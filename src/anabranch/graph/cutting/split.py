@@ -167,19 +167,19 @@ class Split:
         """Return a stage for a number of samples; new tensors are on ``device``, by default where
         the parameters are.
         """
-        place = torch.device(device) if device is not None else self.captured.programs.device
-        return self._stage_program(stage, samples, place)
+        device = torch.device(device) if device is not None else self.captured.programs.device
+        return self._stage_program(stage, samples, device)
 
     @remembered
-    def _stage_program(self, stage: int, samples: int, place: torch.device) -> StageProgram:
-        program = self.captured.programs.at(samples, device=place)
-        needed, strides = self.needed(program, stage), self._strides(samples, place)
+    def _stage_program(self, stage: int, samples: int, device: torch.device) -> StageProgram:
+        program = self.captured.programs.at(samples, device=device)
+        needed, strides = self.needed(program, stage), self._strides(samples, device)
         return _Cutter(self, program, stage, needed, strides).cut()
 
     @remembered
-    def _strides(self, samples: int, place: torch.device) -> Strides:
+    def _strides(self, samples: int, device: torch.device) -> Strides:
         """Return strides of the gradients of sent values, in exact mode those of one process."""
-        program = self.captured.programs.at(samples, device=place)
+        program = self.captured.programs.at(samples, device=device)
         sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
         return gradient_strides(program, [program.calls[call] for call in sent])
 

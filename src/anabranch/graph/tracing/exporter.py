@@ -128,9 +128,9 @@ class Exporter:
 
     def _run(self, samples: int, **options: Any) -> torch.export.ExportedProgram:
         leaves = self.layout.resized(samples, self.device)
-        mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
+        mode, home = in_mode(self.module, self.training), on_one_device(self.module, self.device)
         trace = partial(export, self._wrapped, leaves, self.reads, self.shown_warnings, **options)
-        with mode, in_one_process(), place:
+        with mode, in_one_process(), home:
             try:
                 return trace()
             except CaptureError as error:
@@ -267,11 +267,11 @@ def _require_layouts(module: nn.Module) -> None:
             if not isinstance(value, torch.Tensor) or value.layout is torch.strided:
                 continue
             if value.layout is not torch.sparse_coo or name not in vars(part):
-                place = ".".join(filter(None, ("module", path, name)))
+                buffer = ".".join(filter(None, ("module", path, name)))
                 raise CaptureError(
-                    f"{place} is a sparse tensor ({value.layout}): the captured model has one as a "
-                    "constant, in a plain attribute and as torch.sparse_coo, not in a buffer, "
-                    f"which checkpoints and messages would hold: del {place}, then {place} = "
+                    f"{buffer} is a sparse tensor ({value.layout}): the captured model has one as "
+                    "a constant, in a plain attribute and as torch.sparse_coo, not in a buffer, "
+                    f"which checkpoints and messages would hold: del {buffer}, then {buffer} = "
                     "tensor.to_sparse()"
                 )
 

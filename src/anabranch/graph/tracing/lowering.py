@@ -206,8 +206,8 @@ class _ProgramBuilder:
     def placeholder(self, node: fx.Node, source: PlaceholderSource, like: torch.Tensor) -> None:
         if source not in self.by_source:
             new = self.by_source[source] = self.graph.placeholder(node.name)
-            place = self.device or like.device
-            value = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=place)
+            device = self.device or like.device
+            value = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
             set_value(new, value.requires_grad_(like.requires_grad))
         self.env[node] = self.by_source[source]
 
@@ -365,12 +365,12 @@ class _ProgramBuilder:
         same tensor as outside, with its gradient.
         """
         body, *inputs = map_aggregate(arguments, self.operand)
-        places = [n for n in body.graph.nodes if n.op == "placeholder"]
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
         originals: dict[int, fx.Node] = {}
-        for place, source in zip(places, inputs, strict=True):
-            self.env[place] = source
+        for placeholder, source in zip(placeholders, inputs, strict=True):
+            self.env[placeholder] = source
             if isinstance(source, fx.Node) and not enabled:
-                inside = self.env[place] = self.made(node, _aten.detach.default, source)
+                inside = self.env[placeholder] = self.made(node, _aten.detach.default, source)
                 originals[id(inside.meta["val"])] = source
 
         def outside(value: Any) -> Any:

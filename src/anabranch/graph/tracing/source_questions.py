@@ -7,6 +7,7 @@ import dis
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -32,12 +33,29 @@ _LEAVES = (
 """Statements that leave a function, or bind names that are no ``ast.Name``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A statement at which a frame may be.
+
+    Attributes:
+        asking: the part of its test or of its iterable that asks.
+        is_negated: whether that part is behind ``not``.
+        parents: the parent of every node of the file.
+    """
+
+    statement: Any
+    asking: ast.expr
+    is_negated: bool
+    parents: dict[ast.AST, ast.AST]
+
+
 def passing_truth(frame: FrameType) -> bool | None:
     """Return the truth with which a statement goes on if its other branch raises, or None."""
-    for statement, _, is_negated, _ in _questions(frame, ast.If, ast.Assert):
+    for question in _questions(frame, ast.If, ast.Assert):
+        statement = question.statement
         raises = not isinstance(statement, ast.Assert) and _raises(statement.body)
         if isinstance(statement, ast.Assert) or raises != _raises(statement.orelse):
-            return raises == is_negated
+            return raises == question.is_negated
     return None
 
 
@@ -48,17 +66,20 @@ def lines_of_branch(frame: FrameType, nonempty: bool | None = None) -> range | N
     Args:
         nonempty: the truth of what is asked if there are entries; None if their number is asked.
     """
-    for statement, operand, is_negated, parents in _questions(frame, ast.If):
-        truth = _truth_of_length(operand) if nonempty is None else nonempty
-        work, works, loop = statement.body, True, parents[statement]
+    for question in _questions(frame, ast.If):
+        statement, asking = question.statement, question.asking
+        truth = _truth_of_length(asking) if nonempty is None else nonempty
+        work, works, loop = statement.body, True, question.parents[statement]
         if isinstance(work[0], ast.Continue) and isinstance(loop, ast.For):
             works = False
             work = [part for part in loop.body if part.lineno > statement.lineno]
         elif any(isinstance(node, ast.Continue) for part in work for node in ast.walk(part)):
             continue
-        is_all = operand in (statement.test, getattr(statement.test, "operand", None))
-        is_asked = is_all and truth is not None and works == (truth != is_negated)
-        if is_asked and _adds_nothing(statement.orelse) and _is_closed(work, parents, frame):
+        is_all = asking in (statement.test, getattr(statement.test, "operand", None))
+        is_asked = is_all and truth is not None and works == (truth != question.is_negated)
+        if not is_asked or not _adds_nothing(statement.orelse):
+            continue
+        if _is_closed(work, question.parents, frame):
             return range(work[0].lineno, work[-1].end_lineno + 1)
     return None
 
@@ -66,9 +87,10 @@ def lines_of_branch(frame: FrameType, nonempty: bool | None = None) -> range | N
 def lines_of_loop(frame: FrameType) -> range | None:
     """Return lines of a loop over entries of a value that a frame has just computed, or None."""
     if dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER":
-        for statement, _, _, parents in _questions(frame, ast.For):
-            if _is_closed([statement], parents, frame):
-                return range(statement.lineno, statement.end_lineno + 1)
+        for question in _questions(frame, ast.For):
+            loop = question.statement
+            if _is_closed([loop], question.parents, frame):
+                return range(loop.lineno, loop.end_lineno + 1)
     return None
 
 
@@ -78,12 +100,8 @@ def _parsed(source: str) -> tuple[ast.Module, dict[ast.AST, ast.AST]]:
     return tree, {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _questions(
-    frame: FrameType, *kinds: type[ast.stmt]
-) -> Iterator[tuple[Any, ast.expr, bool, dict[ast.AST, ast.AST]]]:
-    """Generate statements at which a frame may be, each with the part of its test that asks,
-    whether that part is behind ``not``, and the parents of all nodes of the file.
-    """
+def _questions(frame: FrameType, *kinds: type[ast.stmt]) -> Iterator[Question]:
+    """Generate the statements of these kinds at which a frame may be, once for each operand."""
     code = frame.f_code
     try:
         tree, parents = _parsed("".join(inspect.findsource(code)[0]))
@@ -98,9 +116,9 @@ def _questions(
             for operand, is_negated in _operands(test):
                 sides = (getattr(operand, "left", None), *getattr(operand, "comparators", ()))
                 part: Any = next(filter(_is_length, sides), operand)
-                place = part.lineno, part.end_lineno, part.col_offset, part.end_col_offset
-                if place in asked:
-                    yield statement, operand, is_negated, parents
+                position = part.lineno, part.end_lineno, part.col_offset, part.end_col_offset
+                if position in asked:
+                    yield Question(statement, operand, is_negated, parents)
 
 
 def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:

@@ -125,7 +125,7 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
             f"stages {', '.join(map(str, left))} wait for each other in a circle: a path of "
             "operators leaves one of them and comes back to it"
         )
-    place = {s: at for at, s in enumerate(order)}
+    position = {s: i for i, s in enumerate(order)}
     stages = tuple(
         Stage(
             operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.home == s)),
@@ -136,7 +136,7 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
         )
         for s in order
     )
-    placed = {(place[x], place[y]) for x, y in edges}
+    placed = {(position[x], position[y]) for x, y in edges}
     if draft.chained:
         placed |= {(at, at + 1) for at in range(len(order) - 1)}
     return StageGraph(stages, tuple(sorted(placed)), batch_size)

@@ -157,7 +157,9 @@ def near_loops(graph: StageGraph, space: Space) -> Iterator[StageGraph]:
     two stages become one, or a stage moves to the devices of another.
     """
     index, stages = space.cost.graph.index, [*graph.stages]
-    parts = [sorted((index[o] for o in s.operators), key=space.place.__getitem__) for s in stages]
+    parts = [
+        sorted((index[o] for o in s.operators), key=space.position.__getitem__) for s in stages
+    ]
     changes: list[tuple[list[list[int]], list[Stage]]] = []
     for s, t in graph.edges:
         if stages[s].microbatch_size != stages[t].microbatch_size:
@@ -187,7 +189,7 @@ def _with_edges(
     space: Space, parts: Sequence[Sequence[int]], stages: Sequence[Stage]
 ) -> StageGraph | None:
     """Return the stage graph with ``parts`` as operators; None if an edge leads back."""
-    graph, home = space.cost.graph, [0] * len(space.place)
+    graph, home = space.cost.graph, [0] * len(space.position)
     for part, operators in enumerate(parts):
         for op in operators:
             home[op] = part
@@ -214,7 +216,9 @@ def _across_samples(space: Space) -> int:
 
 def _parts(space: Space, count: int, samples: int, without: int) -> list[list[int]]:
     """Return operators in ``count`` parts of equal work at ``samples``; some may be empty."""
-    order = np.array([op for op in np.argsort(space.place).tolist() if not without >> op & 1], int)
+    order = np.array(
+        [op for op in np.argsort(space.position).tolist() if not without >> op & 1], int
+    )
     if not len(order):
         return [[]]
     forward_s, backward_s = space.cost.op_seconds(samples)

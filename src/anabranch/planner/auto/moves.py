@@ -124,7 +124,7 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if len(members) < 2 or len(devices) < 2:
         return None
     if rng.random() < 0.75:
-        members = members[space.place.take(members).argsort()]
+        members = members[space.position.take(members).argsort()]
     taken = 1 + _below(len(devices) - 1, rng)
     work = space.work.take(members).cumsum()
     point = (1 - taken / len(devices)) * work[-1]
@@ -206,9 +206,9 @@ def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) 
     if scattered and group >= len(draft.owner):
         return None
     sizes = np.bincount(draft.owner, minlength=count)
-    sums = np.bincount(draft.home, weights=space.place, minlength=count)
-    place = sums / np.bincount(draft.home, minlength=count)
-    order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else place.argsort()
+    sums = np.bincount(draft.home, weights=space.position, minlength=count)
+    mean = sums / np.bincount(draft.home, minlength=count)
+    order = np.lexsort((mean, -sizes)) if rng.random() < 0.5 else mean.argsort()
     row = order.astype(draft.owner.dtype).repeat(sizes.take(order))
     owner = row.reshape(group, -1).T.ravel()
     return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
@@ -225,10 +225,10 @@ def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Dra
     step = 1 if rng.random() < 0.5 else -1
     sizes = [*draft.microbatch]
     for s in stages:
-        place = bisect_left(space.sizes, sizes[s]) + step
-        if not 0 <= place < len(space.sizes):
+        i = bisect_left(space.sizes, sizes[s]) + step
+        if not 0 <= i < len(space.sizes):
             return None
-        sizes[s] = space.sizes[place]
+        sizes[s] = space.sizes[i]
     return _unless_same(draft, draft._replace(microbatch=tuple(sizes)))
 
 

@@ -82,8 +82,8 @@ class Space:
         return result
 
     @cached_property
-    def place(self) -> Ints:
-        """Place of each operator in the order branch after branch."""
+    def position(self) -> Ints:
+        """Position of each operator in the order branch after branch."""
         return np.argsort([*operators(decompose(self.cost.graph))]).astype(np.int32)
 
     @cached_property

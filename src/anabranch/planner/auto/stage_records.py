@@ -87,7 +87,7 @@ class StageRecord:
     least: int  # fewest micro-batches in flight
     wanted: int  # micro-batches in flight without a limit of memory
     in_flight: int  # micro-batches in flight as memory allows
-    ordered: int  # the stage at this place of a topological order
+    ordered: int  # the stage at this position of a topological order
     counted: int  # counter or mark of whichever function runs
     edges: Annotated[Ints, 2]  # [way] number of edges whose messages it takes
     done: Annotated[Ints, 2]  # [way] number of actions done

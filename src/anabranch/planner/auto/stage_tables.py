@@ -196,13 +196,13 @@ def sort_stages(stages: Table[StageRecord], state: State) -> bool:
     """Sort stages topologically, lower numbers first; False if they wait for each other."""
     for s in range(len(stages)):
         stages[s].counted = stages[s].edges[0]
-    for place in range(len(stages)):
+    for position in range(len(stages)):
         s = 0
         while s < len(stages) and stages[s].counted != 0:
             s += 1
         if s == len(stages):
             return False
-        stages[place].ordered, stages[s].counted = s, -1
+        stages[position].ordered, stages[s].counted = s, -1
         for i in range(stages[s].edges[1]):
             stages[state.edges[state.edges_of[1, s, i]].ends[1]].counted -= 1
     return True
@@ -210,8 +210,8 @@ def sort_stages(stages: Table[StageRecord], state: State) -> bool:
 
 def chain_stages(stages: Table[StageRecord], state: State) -> None:
     """Add edges from every stage to the next in the order, where there are none."""
-    for place in range(len(stages) - 1):
-        _find_edge(stages[place].ordered, stages[place + 1].ordered, state)
+    for position in range(len(stages) - 1):
+        _find_edge(stages[position].ordered, stages[position + 1].ordered, state)
 
 
 def order_edges(stages: Table[StageRecord], state: State) -> None:
@@ -219,8 +219,8 @@ def order_edges(stages: Table[StageRecord], state: State) -> None:
     for way in range(1, -1, -1):
         for s in range(len(stages)):
             stages[s].edges[way] = 0
-        for place in range(len(stages)):
-            s = stages[place].ordered
+        for position in range(len(stages)):
+            s = stages[position].ordered
             for i in range(stages[s].edges[1 - way]):
                 _add_edge(way, state.edges_of[1 - way, s, i], state)
 
@@ -228,8 +228,8 @@ def order_edges(stages: Table[StageRecord], state: State) -> None:
 def count_in_flight(deep: bool, flush: bool, stages: Table[StageRecord], state: State) -> None:
     """Count micro-batches in flight by Table 2 (``plans.in_flight``): the least, and wanted."""
     hops = 2 if deep else 1
-    for place in range(len(stages) - 1, -1, -1):
-        s = stages[place].ordered
+    for position in range(len(stages) - 1, -1, -1):
+        s = stages[position].ordered
         stage = stages[s]
         b, k = stage.microbatch, stage.k
         least, wanted = k * b, k * b
@@ -253,8 +253,8 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
     largest = 0
     for s in range(len(stages)):
         largest = max(largest, stages[s].least * stages[s].microbatch)
-    for place in range(len(stages)):
-        s = stages[place].ordered
+    for position in range(len(stages)):
+        s = stages[position].ordered
         stage = stages[s]
         n, trainable = stage.samples, stage.trainable
         held = StageBytes(

@@ -22,11 +22,11 @@ kept the plan has the least L of all that the policies lead to.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from anabranch.compiled import compiled
+from anabranch.compiled import Table, compiled, records
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Ints
 from anabranch.planner.dapple.links import Links, hop_price, links
@@ -146,21 +146,20 @@ class PlacementSearch:
         parts = np.stack([first, [*first[1:], len(behind)], ends[:-1], ends[1:]], axis=1)
         places, levels = self._machines.table()
         counts = places.sum(axis=1)
-        added, at, tables = self._added, np.zeros(4, np.int64), self._tables
-        where = parts, np.concatenate(steps), places, counts, levels, self._links
-        while at[0] < len(parts):
-            at[2:] = 0
-            self._limit_s = extend(
-                *(behind, *where, tables.runs, self._best, added, at),
-                *(tables.prices.num_microbatches, self._limit_s),
-            )
-            self._budget.spend(int(at[3]))
-            labels: Labels = added[: at[2]]
+        ways = Ways(np.concatenate(steps), places, counts, levels, self._links)
+        progress = records(Progress, 1)
+        progress[0].limit_s = self._limit_s
+        while progress[0].part < len(parts):
+            progress[0].added = progress[0].priced = 0
+            extend(behind, parts, ways, self._tables.runs, self._best, self._added, progress)
+            self._budget.spend(int(progress[0].priced))
+            labels: Labels = self._added[: progress[0].added]
             if self._width is not None:
                 labels = best_of_groups(labels, self._groups(labels), self._width)
             in_use = counts[labels.state]
             for number in np.unique(in_use).tolist():
                 self._pending[number].append(labels[in_use == number])
+        self._limit_s = float(progress[0].limit_s)
 
     def _data_parallel_s(self) -> float:
         """Return L of one stage on all devices; infinite if it does not fit."""
@@ -231,7 +230,162 @@ def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
                 kept[ranked[g, k]] = 1
 
 
+class Ways(NamedTuple):
+    """All ways to place a stage in front of the suffixes of some states.
+
+    Attributes:
+        steps: as ``Machines.steps`` has them, state after state.
+        places, levels: of ``Machines.table``.
+        counts: devices per place.
+    """
+
+    steps: Ints
+    places: Ints
+    counts: Ints
+    levels: Ints
+    links: Links
+
+
+class Progress:
+    """Position of ``extend`` in its loops, from which it goes on when ``added`` was full."""
+
+    part: int  # index in ``parts``
+    pair: int  # next pair of suffix and step of this part
+    added: int  # number of suffixes added
+    priced: int  # number of suffixes priced
+    limit_s: float  # least L so far
+
+
+@compiled
+def extend(
+    behind: Labels,
+    parts: Ints,
+    ways: Ways,
+    runs: Runs,
+    best: Labels,
+    added: Labels,
+    progress: Table[Progress],
+) -> None:
+    """Price suffixes with one more stage in front.
+
+    Args:
+        behind: the suffixes, by states.
+        parts: per state its suffixes' first and end, and its steps' first and end.
+        best: per number of stages behind the closing one the best suffix so far; updated.
+        added: gets the suffixes that are not too slow already.
+        progress: the only record; updated.
+    """
+    at = progress[0]
+    for part in range(at.part, len(parts)):
+        first, count = parts[part, 0], parts[part, 1] - parts[part, 0]
+        for pair in range(at.pair, count * (parts[part, 3] - parts[part, 2])):
+            if at.added + len(runs.work_s) > len(added):
+                at.part, at.pair = part, pair
+                return
+            parent, way = first + pair % count, pair // count
+            _prepend(parent, way, parts[part, 2] + way, behind, ways, runs, best, added, at)
+        at.pair = 0
+    at.part = len(parts)
+
+
+def _prepend(
+    parent: int,
+    way: int,
+    step: int,
+    behind: Labels,
+    ways: Ways,
+    runs: Runs,
+    best: Labels,
+    added: Labels,
+    progress: Progress,
+) -> None:
+    """Price a suffix with a stage in front at one place, for all cuts at which it can begin.
+
+    Args:
+        parent: index of the suffix.
+        way: index of the step among those of the state.
+        step: its index in ``ways``.
+    """
+    count, label = runs.num_microbatches, behind[parent]
+    place, taken, rest = ways.steps[step, 1], ways.steps[step, 2], ways.steps[step, 3]
+    degree, free = runs.index_of[ways.counts[taken]], ways.counts[rest]
+    if degree < 0 or free < runs.degrees[0]:
+        return
+    hop = hop_price(ways.links, ways.places, taken, label.place) if label.stages else (0.0, 0.0)
+    suffix = _linked(_suffix(label), label, hop, count)
+    link_s = transfer_s(label.entering, *hop) + transfer_s(label.gradients, *hop)
+    peak_s = max(label.peak_s, link_s)
+    # Neither the stage nor the average of those to come exceeds a period of the best plan.
+    period_s = progress.limit_s * ROUNDING / count
+    if peak_s > period_s:
+        return
+    closing_hop = hop_price(ways.links, ways.places, rest, place)
+    for start in range(label.start - 1, max(1, -(-free // runs.degrees[-1])) - 1, -1):
+        forward = runs.forward_s[degree, label.start] - runs.forward_s[degree, start]
+        backward = runs.backward_s[degree, label.start] - runs.backward_s[degree, start]
+        if forward + backward > period_s:
+            break
+        average_s = runs.work_s[start] / free
+        if average_s > period_s:
+            continue
+        progress.priced += 1
+        if runs.headroom[degree, start, label.start] < label.stages:
+            continue
+        ring_s = runs.rings_s[ways.levels[taken], degree, start, label.start]
+        grown = prepended(suffix, forward, backward, ring_s, count)
+        row = added[progress.added]
+        row.state, row.start, row.stages = ways.steps[step, 0], start, label.stages + 1
+        row.place, row.source = place, label.state
+        row.parent, row.step = parent, way
+        row.entering = runs.entering[start, label.start]
+        row.gradients = runs.gradients[start, label.start]
+        row.peak_s = max(peak_s, forward + backward)
+        row.pivot_s, row.between_s = grown.pivot_s, grown.between_s
+        row.warm_s, row.back_s = grown.warm_s, grown.back_s
+        row.ending_s, row.behind_s = grown.ending_s, grown.behind_s
+        row.closed_s = _closed_s(grown, row, free, ways.levels[rest], closing_hop, runs)
+        if row.closed_s < best[row.stages].closed_s:
+            best[row.stages] = row
+            progress.limit_s = min(progress.limit_s, row.closed_s)
+        row.least_s, row.hoped_s = _bounds(grown, row, free, runs)
+        if row.least_s <= progress.limit_s * ROUNDING:
+            progress.added += 1
+
+
+def _closed_s(
+    suffix: Suffix, label: Any, free: int, level: int, hop: tuple[float, float], runs: Runs
+) -> float:
+    """Return L with all operators before a suffix as one stage on the ``free`` devices that are
+    left, which this level of the cluster connects; infinity if it does not fit.
+    """
+    degree, start, count = runs.index_of[free], label.start, runs.num_microbatches
+    if degree < 0 or runs.headroom[degree, 0, start] < label.stages:
+        return np.inf
+    linked = _linked(suffix, label, hop, count)
+    forward, backward = runs.forward_s[degree, start], runs.backward_s[degree, start]
+    ring_s = runs.rings_s[level, degree, 0, start]
+    return latency_s(prepended(linked, forward, backward, ring_s, count), count)
+
+
+def _bounds(suffix: Suffix, label: Any, free: int, runs: Runs) -> tuple[float, float]:
+    """Return a lower bound of L of all plans with this suffix, and an estimate of the best, with
+    the work before it shared out evenly over the ``free`` devices that are left.
+    """
+    steady, start = runs.num_microbatches - 1, label.start
+    average_s, steady_s = runs.work_s[start] / free, steady * suffix.pivot_s
+    peak_s = max(label.peak_s, average_s)
+    least_s = max(runs.num_microbatches * peak_s, steady_s + suffix.between_s)
+    left_s, left_back_s = runs.least_both_s[free, start], runs.least_backward_s[free, start]
+    if steady * average_s > steady_s + suffix.between_s:
+        hoped_s = steady * average_s + max(suffix.behind_s, left_back_s)
+    else:
+        ending_s = max(suffix.ending_s, suffix.back_s + left_back_s)
+        hoped_s = suffix.warm_s + steady_s + ending_s
+    return least_s, max(least_s, hoped_s + left_s - left_back_s)
+
+
 def _suffix(label: Any) -> Suffix:
+    """Return the terms of a label's suffix."""
     pivot_s, between_s, warm_s = label.pivot_s, label.between_s, label.warm_s
     return Suffix(pivot_s, between_s, warm_s, label.back_s, label.ending_s, label.behind_s)
 
@@ -242,110 +396,3 @@ def _linked(
     """Return the terms with the transfer before the suffix, at the price of the hop."""
     there, back = transfer_s(label.entering, *price), transfer_s(label.gradients, *price)
     return prepended(suffix, there, back, 0.0, num_microbatches)
-
-
-@compiled
-def extend(
-    behind: Labels,
-    parts: Ints,
-    steps: Ints,
-    places: Ints,
-    counts: Ints,
-    levels: Ints,
-    links: Links,
-    runs: Runs,
-    best: Labels,
-    added: Labels,
-    at: Ints,
-    num_microbatches: int,
-    limit_s: float,
-) -> float:
-    """Price suffixes with one more stage in front; return the least L so far.
-
-    Args:
-        behind: the suffixes, by states.
-        parts: per state its suffixes' first and end, and its steps' first and end.
-        steps: as ``Machines.steps`` has them.
-        counts: per place its devices.
-        levels: of ``Machines.table``, as ``places``.
-        best: per number of stages behind the closing one the best suffix so far; updated.
-        added: gets the suffixes that are not too slow already.
-        at: place in ``parts`` and the pair of suffix and step to go on with when ``added`` is full;
-            how many suffixes were added and priced.
-    """
-    steady = num_microbatches - 1
-    for part in range(at[0], len(parts)):
-        first, count = parts[part, 0], parts[part, 1] - parts[part, 0]
-        for pair in range(at[1], count * (parts[part, 3] - parts[part, 2])):
-            if at[2] + len(runs.work_s) > len(added):
-                at[0], at[1] = part, pair
-                return limit_s
-            parent, way = pair % count, pair // count
-            step = parts[part, 2] + way
-            place, taken, rest = steps[step, 1], steps[step, 2], steps[step, 3]
-            degree, free, label = runs.index_of[counts[taken]], counts[rest], behind[first + parent]
-            if degree < 0 or free < runs.degrees[0]:
-                continue
-            hop = hop_price(links, places, taken, label.place) if label.stages else (0.0, 0.0)
-            suffix = _linked(_suffix(label), label, hop, num_microbatches)
-            link_s = transfer_s(label.entering, *hop) + transfer_s(label.gradients, *hop)
-            peak_s = max(label.peak_s, link_s)
-            # Neither the stage nor the average of those to come takes longer than a period of the
-            # best plan.
-            period_s = limit_s * ROUNDING / num_microbatches
-            if peak_s > period_s:
-                continue
-            closing, closing_hop = runs.index_of[free], hop_price(links, places, rest, place)
-            for start in range(label.start - 1, max(1, -(-free // runs.degrees[-1])) - 1, -1):
-                forward = runs.forward_s[degree, label.start] - runs.forward_s[degree, start]
-                backward = runs.backward_s[degree, label.start] - runs.backward_s[degree, start]
-                if forward + backward > period_s:
-                    break
-                average_s = runs.work_s[start] / free
-                if average_s > period_s:
-                    continue
-                at[3] += 1
-                if runs.headroom[degree, start, label.start] < label.stages:
-                    continue
-                ring_s = runs.rings_s[levels[taken], degree, start, label.start]
-                grown = prepended(suffix, forward, backward, ring_s, num_microbatches)
-                row = added[at[2]]
-                row.state, row.start, row.stages = steps[step, 0], start, label.stages + 1
-                row.place, row.source = place, label.state
-                row.parent, row.step = first + parent, way
-                row.entering = runs.entering[start, label.start]
-                row.gradients = runs.gradients[start, label.start]
-                row.peak_s = max(peak_s, forward + backward)
-                row.pivot_s, row.between_s = grown.pivot_s, grown.between_s
-                row.warm_s, row.back_s = grown.warm_s, grown.back_s
-                row.ending_s, row.behind_s = grown.ending_s, grown.behind_s
-                row.closed_s = np.inf
-                if closing >= 0 and runs.headroom[closing, 0, start] > label.stages:
-                    whole = prepended(
-                        _linked(grown, row, closing_hop, num_microbatches),
-                        runs.forward_s[closing, start],
-                        runs.backward_s[closing, start],
-                        runs.rings_s[levels[rest], closing, 0, start],
-                        num_microbatches,
-                    )
-                    row.closed_s = latency_s(whole, num_microbatches)
-                    if row.closed_s < best[row.stages].closed_s:
-                        best[row.stages] = row
-                        limit_s = min(limit_s, row.closed_s)
-                steady_s = steady * grown.pivot_s
-                row.least_s = max(
-                    num_microbatches * max(row.peak_s, average_s), steady_s + grown.between_s
-                )
-                left_s = runs.least_both_s[free, start]
-                left_back_s = runs.least_backward_s[free, start]
-                if steady * average_s > steady_s + grown.between_s:
-                    hoped_s = steady * average_s + max(grown.behind_s, left_back_s)
-                else:
-                    ending_s = max(grown.ending_s, grown.back_s + left_back_s)
-                    hoped_s = grown.warm_s + steady_s + ending_s
-                row.hoped_s = max(row.least_s, hoped_s + left_s - left_back_s)
-                if row.least_s <= limit_s * ROUNDING:
-                    at[2] += 1
-        at[1] = 0
-    at[0] = len(parts)
-    return limit_s

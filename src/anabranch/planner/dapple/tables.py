@@ -46,6 +46,7 @@ class Runs(NamedTuple):
     entering: Floats
     gradients: Floats
     rings_s: Floats
+    num_microbatches: int
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class RunTables:
                     for level in range(len(cost.cluster.levels))
                 ]
             ),
+            prices.num_microbatches,
         )
 
     def _ring_s(self, level: int, degree: int, done: Floats) -> Floats:

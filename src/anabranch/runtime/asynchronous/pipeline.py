@@ -179,10 +179,11 @@ class AsyncPipeline(BasePipeline):
             device=device,
             further=channels(order.graph),
         )
-        compute, place = session.assignment.compute, session.assignment.place
+        compute = session.assignment.compute
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
-            captured = session.captured.under_autocast(compute.precision, place.type)
+            kind = session.assignment.device.type
+            captured = session.captured.under_autocast(compute.precision, kind)
             with session.failing():
                 session.assignment.require_memory(
                     budgeted(plan, order, captured, self.policy, self.optimizer), self._mesh

@@ -105,7 +105,7 @@ class Stream:
             deepest=order.deepest(stage),
             scheduler=state.scheduler,
         )
-        self.delay = int(accelerator.has_streams(session.place))
+        self.delay = int(accelerator.has_streams(session.device))
         self._unjudged: deque[_Learned] = deque()
         self._has_stopped = self._has_warned = False
         self._reducer = Reducer(

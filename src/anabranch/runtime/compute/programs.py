@@ -52,15 +52,15 @@ class StagePrograms:
         parts: stages of the model without options.
     """
 
-    def __init__(self, parts: Split, options: ComputeOptions, place: torch.device) -> None:
-        self.options, self.place = options, place
-        self._parts = parts.under_autocast(options.precision, place.type)
+    def __init__(self, parts: Split, options: ComputeOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self._parts = parts.under_autocast(options.precision, device.type)
         self.captured = self._parts.captured
-        self._by_sample = BySample(parts.captured, place)
+        self._by_sample = BySample(parts.captured, device)
 
     def program(self, stage: int, samples: int) -> StageProgram:
         """Return the program of a stage for a number of samples."""
-        return self._parts.program(stage, samples, device=self.place)
+        return self._parts.program(stage, samples, device=self.device)
 
     @remembered
     def runnable(self, stage: int, samples: int, *, split: bool = False) -> StageCall:

@@ -61,15 +61,15 @@ class _RecordedPasses:
     ) -> None:
         self.inputs = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._call, place = call, self.inputs[0].device
-        with accelerator.on_side_stream(place):
+        self._call, device = call, self.inputs[0].device
+        with accelerator.on_side_stream(device):
             for _ in range(3):  # in which libraries set themselves up
                 self.outputs = self._forward()
                 self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
                 self._backward()
-        self.forward = accelerator.recorded(self._forward, place)
+        self.forward = accelerator.recorded(self._forward, device)
         self.outputs = self.forward()
-        self.backward = accelerator.recorded(self._backward, place)
+        self.backward = accelerator.recorded(self._backward, device)
 
     def _forward(self) -> Outputs:
         with torch.enable_grad():

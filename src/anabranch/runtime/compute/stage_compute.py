@@ -97,8 +97,8 @@ class StageCompute:
     ) -> None:
         self._split = split
         self._layout, self._graph, self._parameters = layout, graph, parameters
-        self._prepared, self._place, self._seed = prepared, prepared.place, seed
-        self._offload = Offload(parameters.values(), self._place)
+        self._prepared, self._device, self._seed = prepared, prepared.device, seed
+        self._offload = Offload(parameters.values(), self._device)
         self._pieces: dict[Key, _BatchSlice] = {}
         self._starts: dict[int, Tensor] = {}
         self._loss_scale = loss_scale
@@ -181,21 +181,21 @@ class StageCompute:
         names = runnable.program.batch
         if not self._leaves.keys() >= set(names):
             programs = self._prepared.captured.programs
-            self._leaves = programs.with_statistics(self._leaves, self._place)
+            self._leaves = programs.with_statistics(self._leaves, self._device)
         batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
         with self._prepared.compiling(key[0]):
             drawn = self._random(start) if runnable.by_sample else ()
             seed = hash((self._seed, self._step, start, key[0])) % 2**63  # one that torch takes
-            with with_seed(seed, self._place) if runnable.is_random else nullcontext():
+            with with_seed(seed, self._device) if runnable.is_random else nullcontext():
                 return tuple(runnable.call(*drawn, *inputs, *aliases, *batch))
 
     def _random(self, start: int) -> tuple[Tensor, Tensor]:
         """Return the key of the step and the first sample, on the device of the stage."""
         if self._step_key is None:
             number = step_key(self._seed, self._step)
-            self._step_key = torch.full((), number, dtype=torch.int64, device=self._place)
+            self._step_key = torch.full((), number, dtype=torch.int64, device=self._device)
         if start not in self._starts:
-            self._starts[start] = torch.full((), start, dtype=torch.int64, device=self._place)
+            self._starts[start] = torch.full((), start, dtype=torch.int64, device=self._device)
         return self._step_key, self._starts[start]
 
     def _alias(self, name: str) -> Tensor:

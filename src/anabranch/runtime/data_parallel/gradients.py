@@ -89,12 +89,12 @@ class Holders:
         return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
 
     def resident_bytes(
-        self, parameters: Mapping[str, Tensor], rank: int, place: torch.device
+        self, parameters: Mapping[str, Tensor], rank: int, device: torch.device
     ) -> tuple[int, int]:
         """Return bytes of a rank's own parameters on its device, and of other stages' there."""
         own = others = 0
         for name, parameter in parameters.items():
-            if parameter.device == place and name in self.parameters:
+            if parameter.device == device and name in self.parameters:
                 if rank in self.parameters[name]:
                     own += parameter.nbytes
                 else:

@@ -88,7 +88,7 @@ class Reducer:
                 key = ranks, holders.stages[name], name in tables
                 groups[key].append((name, parameters[name]))
         queues: dict[Ranks, _Queue] = {}
-        self._places: dict[str, _Slot] = {}
+        self._slots: dict[str, _Slot] = {}
         for (ranks, _, are_tables), named in sorted(
             groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
         ):
@@ -96,7 +96,7 @@ class Reducer:
             for bucket in _buckets(ranks, named, tables if are_tables else {}, holders, mesh):
                 queue.buckets.append(bucket)
                 for index, (name, _) in enumerate(bucket.named):
-                    self._places[name] = _Slot(queue, bucket, index)
+                    self._slots[name] = _Slot(queue, bucket, index)
         self._queues = tuple(queues.values())
         # Hooks stay from step to step: to take one off and put it on again costs as much as what
         # it does. They count only in batches, up to the last backward that reaches a parameter.
@@ -147,13 +147,13 @@ class Reducer:
         self._everywhere = everywhere
         self._order, self._armed = tuple(order), set()
         finals = self.finals(self._order)
-        self._hooked = {name for stage in order for name in finals[stage] if name in self._places}
+        self._hooked = {name for stage in order for name in finals[stage] if name in self._slots}
         for name in self._hooked - self._handles.keys():
             # A frozen parameter has no gradient, which is known when its stage is done.
             if self._parameters[name].requires_grad:
                 add = self._parameters[name].register_post_accumulate_grad_hook
                 self._handles[name] = add(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
-        self._waiting = set(self._places) if is_last else set()
+        self._waiting = set(self._slots) if is_last else set()
         self.terms = []
 
         for queue in self._queues:
@@ -169,8 +169,8 @@ class Reducer:
     def _accumulated(self, name: str) -> None:
         """Note that a parameter has the gradient of one more micro-batch."""
         if name in self._hooked:
-            place = self._places[name]
-            place.bucket.hold(place.index)
+            slot = self._slots[name]
+            slot.bucket.hold(slot.index)
             if name in self._armed:
                 self._is_final(name)
 
@@ -190,9 +190,9 @@ class Reducer:
         if name not in self._waiting:
             return
         self._waiting.remove(name)
-        place = self._places[name]
-        place.bucket.put(place.index)
-        queue = place.queue
+        slot = self._slots[name]
+        slot.bucket.put(slot.index)
+        queue = slot.queue
         while queue.started < len(queue.buckets) and not queue.buckets[queue.started].missing:
             bucket = queue.buckets[queue.started]
             if self._notes and bucket.flat is not None:

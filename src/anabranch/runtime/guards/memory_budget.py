@@ -32,7 +32,9 @@ _REMEDY = (
 )
 
 
-def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device) -> str:
+def lack(
+    plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, device: torch.device
+) -> str:
     """Check that every rank's predicted peak fits its memory; return the problem, the same text on
     all ranks, with rank, need and memory, or an empty text.
 
@@ -44,12 +46,12 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
     if len(peaks) != mesh.size or not any(peaks):
         return ""
     more = max(peaks[mesh.rank] - resident_bytes, 0)
-    home = int.from_bytes(device_digest(place)[:7], "big")
-    free = _free(place)
+    home = int.from_bytes(device_digest(device)[:7], "big")
+    free = _free(device)
     if free > 0 and mesh.is_on_gpus:  # connections will take from it, outside of the allocator
         pairs = {channel[:2] for channel in channels(plan.stage_graph)}
         free = max(free - connection_bytes(pairs, mesh.size, mesh.rank), 0)
-    problem = _beyond_host(mesh.gather([more, given_bytes, free, home]), place.type)
+    problem = _beyond_host(mesh.gather([more, given_bytes, free, home]), device.type)
     return f"{problem}; {_REMEDY}" if problem else ""
 
 
@@ -77,10 +79,10 @@ def _beyond_host(needs: Sequence[Sequence[int]], kind: str) -> str:
     return ""
 
 
-def _free(place: torch.device) -> int:
+def _free(device: torch.device) -> int:
     """Return the free bytes of a device's memory; -1 if unknown."""
-    if accelerator.has_own_memory(place):
-        return accelerator.available_bytes(place)
+    if accelerator.has_own_memory(device):
+        return accelerator.available_bytes(device)
     limits = [limit for limit in (_host_free(), _container_free()) if limit is not None]
     return min(limits, default=-1)
 

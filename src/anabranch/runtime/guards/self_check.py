@@ -66,6 +66,9 @@ _TOLERANCES = Tolerances()
 _SIGNS = torch.randn(1009, generator=torch.Generator().manual_seed(0)).sign().double()
 """Signs, repeated along a gradient; their number is prime, so that no dimension has this period."""
 
+_USERS_STEP = 8
+"""Level of the stack at which the user's loop asks for the first step, from where it warns."""
+
 _ALL_THE_SAME = "--no-check-gradients (check_gradients=False) trains all the same"
 
 
@@ -88,44 +91,101 @@ def compare_with_eager(
             of the module has another loss.
     """
     captured = steps.captured
-    module = captured.module
-    home = roomy_home(module, home)
+    home = roomy_home(captured.module, home)
     cuts = _cuts(steps, leaves)
     size = cuts[-1][1]
     worker = steps.alone(max(stop - start for start, stop in cuts), size)
     names = sorted(
         n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
     )
-    digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
-
-    def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
-        expected = torch.zeros_like(digests)
-        if mesh.rank == 0:
-            some = take(batch, 0, size)
-            with on_one_device(module, home), NoDropout():
-                with unchanged_state(captured), same_numbers(module):
-                    result = reference(module, some, slices, captured.weights)
-                if is_first:
-                    for note in require_repeatable(captured, some, result.loss):
-                        warnings.warn(note, stacklevel=8)
-            gradients = in_slices(result.gradients, names, view_named)
-            for i, name in enumerate(names):
-                expected[i] = _digest(gradients.get(name))
-            expected[-1, 0] = result.loss
-        mesh.broadcast(expected, 0)
-        return expected
-
+    eager = _EagerModule(captured, home, batch, size, names, mesh)
     if _any_random(worker, mesh):
-        eager([(0, size)], is_first=True)
+        eager.digests([(0, size)], checks_repeat=True)
         drawn = "the model draws random numbers besides dropout"
         return f"not compared: {drawn}; anabranch verify compares with the same ones"
     first = {name: leaf[:size] for name, leaf in leaves.items()}
+    own = _pipeline_digests(worker, captured, first, names, holders, mesh)
+    whole = eager.digests([(0, size)], checks_repeat=True)
+    if not torch.isfinite(whole).all():
+        # The model's own trouble, which the step will name.
+        return "not compared: the loss or a gradient is not finite"
+    types = {n: p.dtype for n, p in captured.parameters().items()}
+    tolerances = eager.tolerances()
+    worst = _difference(names, types, own, whole, tolerances)
+    if not worst:
+        return (
+            f"right: loss and {len(set(map(whole_name, names)))} gradients of {size} samples are "
+            "those of the module in one process, up to rounding"
+        )
+    if len(cuts) > 1 and not _difference(names, types, own, eager.digests(cuts), tolerances):
+        raise _sliced(captured, float(own[-1, 0]), float(whole[-1, 0]), cuts)
+    raise _other(worst, names, own, whole, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _EagerModule:
+    """The user's own module on rank 0.
+
+    Attributes:
+        home: device on which it runs.
+        size: first samples of the batch that it is run on.
+        names: parameters whose gradients are compared.
+    """
+
+    captured: Captured
+    home: torch.device
+    batch: Batch
+    size: int
+    names: list[str]
+    mesh: Mesh
+
+    def digests(self, slices: list[tuple[int, int]], *, checks_repeat: bool = False) -> Tensor:
+        """Return on every rank the digest of each gradient, and the loss, if these slices of the
+        samples are micro-batches.
+
+        Args:
+            checks_repeat: whether to call the module again, to see if the loss is the same.
+        """
+        digests = _empty_digests(self.names)
+        if self.mesh.rank == 0:
+            module, some = self.captured.module, take(self.batch, 0, self.size)
+            with on_one_device(module, self.home), NoDropout():
+                with unchanged_state(self.captured), same_numbers(module):
+                    result = reference(module, some, slices, self.captured.weights)
+                if checks_repeat:
+                    for note in require_repeatable(self.captured, some, result.loss):
+                        warnings.warn(note, stacklevel=_USERS_STEP)
+            gradients = in_slices(result.gradients, self.names, view_named)
+            for i, name in enumerate(self.names):
+                digests[i] = _digest(gradients.get(name))
+            digests[-1, 0] = result.loss
+        self.mesh.broadcast(digests, 0)
+        return digests
+
+    def tolerances(self) -> Mapping[torch.dtype, float]:
+        """Return the tolerances of types that are not rounded more coarsely here."""
+        devices = {self.home, *(p.device for p in self.captured.module.parameters())}
+        on_gpu = any(map(accelerator.is_on_accelerator, devices))
+        in_half = not gradient_types(self.captured.programs.example) <= _TOLERANCE.keys()
+        return {} if on_gpu or in_half else _TOLERANCE
+
+
+def _pipeline_digests(
+    worker: Worker,
+    captured: Captured,
+    leaves: dict[str, Tensor],
+    names: list[str],
+    holders: Holders,
+    mesh: Mesh,
+) -> Tensor:
+    """Return the digests of the pipeline's gradients and its loss, on every rank."""
+    digests = _empty_digests(names)
     parameters = {
         n: p for n, p in captured.parameters().items() if mesh.rank in holders.parameters.get(n, ())
     }
     with without_gradients(parameters.values()):
         with unchanged_state(captured):
-            outcome = worker.run(first, 0)
+            outcome = worker.run(leaves, 0)
         # In exact mode uses of tied parameters come back one by one.
         for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
             parameter = parameters[name]
@@ -136,25 +196,12 @@ def compare_with_eager(
                 digests[i] = _digest(parameters[name].grad)
     digests[-1, 0] = outcome.loss
     mesh.all_reduce(digests)
+    return digests
 
-    whole = eager([(0, size)], is_first=True)
-    if not torch.isfinite(whole).all():
-        # The model's own trouble, which the step will name.
-        return "not compared: the loss or a gradient is not finite"
-    types = {n: p.dtype for n, p in captured.parameters().items()}
-    places = {home, *(parameter.device for parameter in module.parameters())}
-    on_gpu = any(map(accelerator.is_on_accelerator, places))
-    in_half = not gradient_types(captured.programs.example) <= _TOLERANCE.keys()
-    tolerances = {} if on_gpu or in_half else _TOLERANCE
-    worst = _difference(names, types, digests, whole, tolerances)
-    if not worst:
-        return (
-            f"right: loss and {len(set(map(whole_name, names)))} gradients of {size} samples are "
-            "those of the module in one process, up to rounding"
-        )
-    if len(cuts) > 1 and not _difference(names, types, digests, eager(cuts), tolerances):
-        raise _sliced(captured, float(digests[-1, 0]), float(whole[-1, 0]), cuts)
-    raise _other(worst, names, digests, whole, size)
+
+def _empty_digests(names: list[str]) -> Tensor:
+    """Return zeros for the digest of each gradient and, in a last row, for the loss."""
+    return torch.zeros((len(names) + 1, 2), dtype=torch.float64)
 
 
 def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, int]]:

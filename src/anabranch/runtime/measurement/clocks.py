@@ -66,25 +66,25 @@ class Clock:
         return self._first_s + milliseconds / 1e3
 
 
-def clock_of(place: torch.device) -> Clock:
+def clock_of(device: torch.device) -> Clock:
     """Return the clock of a device."""
-    if not accelerator.has_streams(place):
+    if not accelerator.has_streams(device):
         return Clock()
-    return Clock(lambda: accelerator.record_event(place, timed=True))
+    return Clock(lambda: accelerator.record_event(device, timed=True))
 
 
-def yardstick_s(place: torch.device) -> float:
+def yardstick_s(device: torch.device) -> float:
     """Measure a fixed piece of work, which shows the speed of each device if all ranks do it at the
     same time. The quicker half counts: interruptions do not make a device slow, but processes that
     share its processor do.
     """
-    size = _ACCELERATOR_SIZE if accelerator.is_on_accelerator(place) else _SIZE
-    matrix = torch.ones(size, size, device=place)
+    size = _ACCELERATOR_SIZE if accelerator.is_on_accelerator(device) else _SIZE
+    matrix = torch.ones(size, size, device=device)
     taken = []
     for _ in range(_REPEATS):
         began = perf_counter()
         torch.mm(matrix, matrix)
-        accelerator.synchronize(place)
+        accelerator.synchronize(device)
         taken.append(perf_counter() - began)
     quick = sorted(taken[1:])[: _REPEATS // 2]
     return sum(quick) / len(quick)

@@ -34,19 +34,19 @@ class PeakMemory:
     """
 
     def __init__(
-        self, place: torch.device, held: Iterable[Tensor], ignored: Iterable[Tensor] = ()
+        self, device: torch.device, held: Iterable[Tensor], ignored: Iterable[Tensor] = ()
     ) -> None:
         self.peak_bytes = 0
         self.storages: Storages | None = None
-        self._place, self._held, self._ignored = place, list(held), list(ignored)
+        self._device, self._held, self._ignored = device, list(held), list(ignored)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure the step inside."""
-        if accelerator.has_own_memory(self._place):
-            torch.accelerator.reset_peak_memory_stats(self._place)
+        if accelerator.has_own_memory(self._device):
+            torch.accelerator.reset_peak_memory_stats(self._device)
             yield
-            self.peak_bytes = torch.accelerator.max_memory_allocated(self._place)
+            self.peak_bytes = torch.accelerator.max_memory_allocated(self._device)
             return
         self.storages = storages = Storages(self._held, self._ignored)
         self._held.clear()

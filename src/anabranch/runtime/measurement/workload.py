@@ -161,7 +161,7 @@ def measure_update(workload: Workload, *, device: torch.device | str = "cpu") ->
         torch.set_num_threads(threads)
 
 
-def _measured(workload: Workload, place: torch.device) -> UpdateCost:
+def _measured(workload: Workload, device: torch.device) -> UpdateCost:
     chosen: list[tuple[str, nn.Parameter]] = []
     total = 0
     named = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
@@ -178,14 +178,14 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     for count in counts:
         part = chosen[:count]
         rows.append((1.0, float(count), float(sum(p.nbytes for _, p in part))))
-        trial = _TrialUpdate(workload, part, place)
+        trial = _TrialUpdate(workload, part, device)
         seconds.append(trial.seconds())
-    memory = _temporary(workload, chosen, place)
-    return replace(fit(rows, seconds), state=trial.state_share(), **memory)
+    memory = _temporary(workload, chosen, device)
+    return redevice(fit(rows, seconds), state=trial.state_share(), **memory)
 
 
 def _temporary(
-    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], device: torch.device
 ) -> dict[str, float]:
     """Measure the temporary memory of updates, as fields of ``UpdateCost``.
 
@@ -194,9 +194,9 @@ def _temporary(
     """
     largest = named[-1][1].nbytes
     few, total = (sum(p.nbytes for _, p in part) for part in (named[-2:], named))
-    of_few = of_all = _TrialUpdate(workload, named[-2:], place).temporary_bytes()
+    of_few = of_all = _TrialUpdate(workload, named[-2:], device).temporary_bytes()
     if total > few:
-        of_all = max(_TrialUpdate(workload, named, place).temporary_bytes(), of_few)
+        of_all = max(_TrialUpdate(workload, named, device).temporary_bytes(), of_few)
     share = _noted((of_all - of_few) / max(total - few, 1))
     return {
         "all_temporary": share,
@@ -213,10 +213,10 @@ class _TrialUpdate:
     """An update of copies of some parameters of a workload, on a device."""
 
     def __init__(
-        self, workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+        self, workload: Workload, named: Sequence[tuple[str, nn.Parameter]], device: torch.device
     ) -> None:
-        self._workload, self._place = workload, place
-        options: dict[str, Any] = {"device": place, "memory_format": torch.preserve_format}
+        self._workload, self._device = workload, device
+        options: dict[str, Any] = {"device": device, "memory_format": torch.preserve_format}
         self._held = {n: nn.Parameter(torch.full_like(p, 1e-3, **options)) for n, p in named}
         self._optimizer = workload.make_optimizer(list(self._held.items()))
         refuse_unsupported(self._optimizer, None)
@@ -228,26 +228,26 @@ class _TrialUpdate:
         held = [*self._held.values(), *gradients_of(self._held).values()]
         for state in self._optimizer.state.values():
             held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        memory, place = PeakMemory(self._place, held), self._place
-        counted = accelerator.has_own_memory(place)
-        before = torch.accelerator.memory_allocated(place) if counted else Storages(held, ()).now
+        memory, device = PeakMemory(self._device, held), self._device
+        counted = accelerator.has_own_memory(device)
+        before = torch.accelerator.memory_allocated(device) if counted else Storages(held, ()).now
         with memory.measuring():
             self._update()
         return max(0, memory.peak_bytes - before)
 
     def seconds(self) -> float:
         """Return the median seconds of an update."""
-        other = torch.zeros(SIZES.cache_bytes // 4, device=self._place)
+        other = torch.zeros(SIZES.cache_bytes // 4, device=self._device)
         taken: list[float] = []
         deadline = time.perf_counter() + SIZES.updates_budget_s
         for repeat in range(-2, SIZES.updates):
             self._give_gradients()
             # As after the passes of a step, nothing of the optimizer's state is in the cache.
             other.add_(1)
-            accelerator.synchronize(self._place)
+            accelerator.synchronize(self._device)
             begun = time.perf_counter()
             self._update()
-            accelerator.synchronize(self._place)
+            accelerator.synchronize(self._device)
             if repeat >= 0:
                 taken.append(time.perf_counter() - begun)
                 if time.perf_counter() > deadline:

@@ -49,8 +49,8 @@ def draws(node: fx.Node) -> bool:
 class BySample:
     """Rewrites stages of one model."""
 
-    def __init__(self, captured: Captured, place: torch.device = _CPU) -> None:
-        self._captured, self._place = captured, place
+    def __init__(self, captured: Captured, device: torch.device = _CPU) -> None:
+        self._captured, self._device = captured, device
 
     @cached_property
     def _axes(self) -> list[tuple[fx.Node, SampleAxis | None]]:
@@ -91,7 +91,7 @@ class BySample:
             self._replace(graph, new, old, rows, row, samples)
         result = fx.GraphModule(module, graph)
         # A buffer on the device: a list would be copied there in every micro-batch.
-        result.register_buffer("_counters", counters(calls, self._place), persistent=False)
+        result.register_buffer("_counters", counters(calls, self._device), persistent=False)
         with graph.inserting_before(rows):
             rows.update_arg(2, graph.get_attr("_counters"))
         graph.lint()
@@ -114,8 +114,8 @@ class BySample:
         if name == "aten::scaled_dot_product_attention" and axis.dim >= len(shape) - 2:
             raise _refusal(old, f"its samples are in dimension {axis.dim}, which it sums over")
         with graph.inserting_before(new):
-            place = rows, row, blocks(axis, shape, samples), shape
-            drawn = graph.call_function(draw, (name, *place, *new.args), dict(new.kwargs))
+            position = rows, row, blocks(axis, shape, samples), shape
+            drawn = graph.call_function(draw, (name, *position, *new.args), dict(new.kwargs))
         drawn.meta = dict(old.meta)
         new.replace_all_uses_with(drawn)
         graph.erase_node(new)

@@ -49,9 +49,9 @@ SETTINGS = OffloadSettings()
 class Offload:
     """Keeps tensors that autograd saves on a GPU on the host, except those that are held anyway."""
 
-    def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         self._parameters = list(parameters)
-        self._place = place
+        self._device = device
         self._stream: torch.Stream | None = None
         self._copying: deque[weakref.ref[Saved]] = deque()
 
@@ -62,12 +62,12 @@ class Offload:
         Args:
             held: tensors that stay on the device until its backward.
         """
-        if not accelerator.has_streams(self._place):
+        if not accelerator.has_streams(self._device):
             yield
             return
         if self._stream is None:
             # The pool of streams is small, and NCCL takes from it as well.
-            self._stream = accelerator.new_stream(self._place)
+            self._stream = accelerator.new_stream(self._device)
         while len(self._copying) >= SETTINGS.behind:
             if (earlier := self._copying.popleft()()) is not None:
                 earlier.release()

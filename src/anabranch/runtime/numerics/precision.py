@@ -39,9 +39,9 @@ class LossScale:
         values = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel()]
         if not values:
             return []
-        place = values[0].device
-        by_entry = accelerator.has_streams(place)  # the fastest norm that never overflows
-        kind = (math.inf, None) if by_entry else (2.0, accelerator.widest_float(place))
+        device = values[0].device
+        by_entry = accelerator.has_streams(device)  # the fastest norm that never overflows
+        kind = (math.inf, None) if by_entry else (2.0, accelerator.widest_float(device))
         norms = torch.stack(torch._foreach_norm(values, *kind))
         torch._foreach_mul_(values, 1.0 / self.scale)
         return [norms.isfinite().all()]

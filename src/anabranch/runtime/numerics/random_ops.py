@@ -67,9 +67,9 @@ def _mix(bits: Tensor) -> Tensor:
     return _shifted(bits, 31).bitwise_xor_(bits)
 
 
-def counters(calls: Sequence[int], place: torch.device) -> Tensor:
+def counters(calls: Sequence[int], device: torch.device) -> Tensor:
     """Return the start values of the streams of random operations at these calls of the model."""
-    return torch.tensor([_signed((call + 1) * _GOLDEN) for call in calls], device=place)
+    return torch.tensor([_signed((call + 1) * _GOLDEN) for call in calls], device=device)
 
 
 def streams(key: Tensor, start: Tensor, counters: Tensor, samples: int) -> Tensor:

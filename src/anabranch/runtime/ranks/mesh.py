@@ -74,7 +74,7 @@ class Mesh:
         devices: Sequence[int],
         sets: Collection[Ranks] = (),
         *,
-        place: torch.device = _CPU,
+        torch_device: torch.device = _CPU,
         timeout: float = 600.0,
     ) -> None:
         self.devices = tuple(devices)
@@ -100,19 +100,19 @@ class Mesh:
         self._sets = sorted(ranks for ranks in set(sets) if len(ranks) > 1)
         if self.size > 1:
             self._groups[_ALL] = self._new_group(self._everyone, "gloo")
-            self.backend = choose_backend(self.gather_bytes(nccl_digest(place)))
+            self.backend = choose_backend(self.gather_bytes(nccl_digest(torch_device)))
             blocks = blocks_of(self._sets, self.size)
             for ranks in self._sets:
                 self._groups[ranks] = self._new_group(ranks, self.backend, blocks=blocks)
             for group in self._on_gpus:
-                connect(group, place)
+                connect(group, torch_device)
             if self.backend == "nccl":
                 # Hosts send each other notices before they launch anything on their devices.
                 self._notices = HostNotices(*self._host_connections(_FOREVER_S))
                 self._handshake = handshake = Handshake(self.rank, self._notices, timeout)
                 self._sums = DeviceSums(
                     lambda ranks: handshake.meeting(ranks, self._sets.index(ranks)),
-                    DeviceStreams(place),
+                    DeviceStreams(torch_device),
                 )
             self.barrier()
 
@@ -134,7 +134,7 @@ class Mesh:
         return group
 
     def transport(
-        self, place: torch.device = _CPU, channels: Collection[Channel] = ()
+        self, torch_device: torch.device = _CPU, channels: Collection[Channel] = ()
     ) -> Transport | None:
         """Make a transport to all other ranks for ``channels``, with connections of its own.
 
@@ -149,21 +149,27 @@ class Mesh:
         if remote is None and self._near is None and self._handshake is None:
             self._near = MessageCollectives(through_host, self.rank)
         self.barrier()
-        if not accelerator.is_on_accelerator(place) or not channels or self.backend != "nccl":
+        if (
+            not accelerator.is_on_accelerator(torch_device)
+            or not channels
+            or self.backend != "nccl"
+        ):
             return through_host
         pairs = sorted({channel[:2] for channel in channels})
-        require_streams([*pairs, *self._sets], self.size, place)
+        require_streams([*pairs, *self._sets], self.size, torch_device)
         blocks, groups = blocks_of(pairs, self.size), {}
         for pair in pairs:
             group = self._new_group(pair, "nccl", prior=True, blocks=blocks)
             if group is not None:
                 groups[pair] = group
-        wire = GpuWire(groups, self.rank, place)
+        wire = GpuWire(groups, self.rank, torch_device)
         wire.connect()
         self.barrier()
         assert self._handshake is not None
         timeout, handshake = self._timeout, self._handshake
-        return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
+        return NcclTransport(
+            self.rank, groups, wire, torch_device, timeout, handshake, through_host
+        )
 
     def _host_connections(
         self, timeout: float

@@ -19,8 +19,8 @@ from anabranch.errors import TrainingError
 
 def start_of(module: nn.Module) -> torch.device:
     """Return the device of a model, the CPU for one on the meta device."""
-    places = (t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
-    return next(places, torch.device("cpu"))
+    devices = (t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def own_device(wanted: torch.device | str) -> torch.device:
@@ -43,11 +43,11 @@ def own_device(wanted: torch.device | str) -> torch.device:
     return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % count)
 
 
-def move(tensors: Iterable[Tensor], place: torch.device) -> None:
+def move(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move parameters and buffers, which stay the same objects."""
     for tensor in tensors:
-        if tensor.device != place:
-            tensor.data = tensor.data.to(place)
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def roomy_home(module: nn.Module, home: torch.device) -> torch.device:
@@ -62,11 +62,11 @@ def roomy_home(module: nn.Module, home: torch.device) -> torch.device:
     return home if weights + gradients <= accelerator.free_bytes(home) // 2 else torch.device("cpu")
 
 
-def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, without waiting where it comes from memory of the host."""
     if tensor.is_cpu:
-        tensor = accelerator.pinned(tensor, place)
-    return tensor.to(place, non_blocking=accelerator.has_streams(place))
+        tensor = accelerator.pinned(tensor, device)
+    return tensor.to(device, non_blocking=accelerator.has_streams(device))
 
 
 class Fetched:

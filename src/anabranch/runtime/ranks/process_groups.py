@@ -40,17 +40,17 @@ _TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENS = "0A"
 
 
-def device_digest(place: torch.device) -> bytes:
+def device_digest(device: torch.device) -> bytes:
     """Return a digest of the memory that a device of this host has, of one length on all ranks:
     that of the GPU itself, or that of the host.
     """
-    return hashlib.sha256(f"{host()} {accelerator.identity(place)}".encode()).digest()
+    return hashlib.sha256(f"{host()} {accelerator.identity(device)}".encode()).digest()
 
 
-def nccl_digest(place: torch.device) -> bytes:
+def nccl_digest(device: torch.device) -> bytes:
     """Return ``device_digest`` of a GPU that NCCL can serve; zeros for other devices."""
-    digest = device_digest(place)
-    return digest if accelerator.backend(place) == "nccl" else bytes(len(digest))
+    digest = device_digest(device)
+    return digest if accelerator.backend(device) == "nccl" else bytes(len(digest))
 
 
 def choose_backend(digests: Sequence[bytes]) -> str:
@@ -152,7 +152,7 @@ def blocks_of(groups: Collection[tuple[int, ...]], size: int) -> int:
 def require_streams(
     groups: Collection[tuple[int, ...]],
     size: int,
-    place: torch.device,
+    device: torch.device,
     settings: Mapping[str, str] = os.environ,
 ) -> None:
     """Accept groups for which every rank has streams and queues of the driver.
@@ -171,7 +171,7 @@ def require_streams(
         raise InvalidPlanError(
             f"{who}, and there are {LIMITS.streams}; plan with fewer stages or fewer replicas"
         )
-    name = kind_of(place.type).queues
+    name = kind_of(device.type).queues
     queues = int(settings.get(name, "8"))
     if name and needed > queues:
         raise InvalidPlanError(
@@ -209,9 +209,9 @@ def new_group(
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def connect(group: dist.ProcessGroup, place: torch.device) -> None:
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Use a group once, and wait for it."""
-    element = torch.zeros(1, device=place)
+    element = torch.zeros(1, device=device)
     with POSITION.waiting():
         guarded(lambda: dist.all_reduce(element, group=group))
         element.item()

@@ -93,7 +93,7 @@ class Checkpointing:
                 part,
                 keep=keep,
                 timeout=self.timeout,
-                ready=accelerator.waiter(self.workers.place),
+                ready=accelerator.waiter(self.workers.device),
             )
             if wait:
                 self._mesh.barrier()  # the first rank has made the folder, and not failed

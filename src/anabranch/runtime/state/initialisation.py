@@ -50,7 +50,7 @@ def materialise(
     names: Collection[str] | None = None,
     *,
     seed: int,
-    place: torch.device = _CPU,
+    device: torch.device = _CPU,
 ) -> list[str]:
     """Give parameters and buffers that are on the meta device memory and values.
 
@@ -59,7 +59,7 @@ def materialise(
     Args:
         names: names among ``meta_names``; all by default.
         seed: the same on all ranks.
-        place: device of the new tensors.
+        device: device of the new tensors.
 
     Returns:
         Names of tensors that no layer has initialised; they are NaN.
@@ -81,7 +81,7 @@ def materialise(
             if _is_blank(filled[leaf]):
                 without.append(name)
             original = getattr(layer, leaf)
-            made[id(original)] = _like(original, filled[leaf].detach().to(place))
+            made[id(original)] = _like(original, filled[leaf].detach().to(device))
     for layer in module.modules():
         for table in (layer._parameters, layer._buffers):
             for leaf, tensor in table.items():
@@ -106,12 +106,12 @@ def require_values(module: nn.Module, without: Collection[str]) -> None:
     )
 
 
-def require_constants(captured: Captured, place: torch.device) -> None:
+def require_constants(captured: Captured, device: torch.device) -> None:
     """Raise a TrainingError where the forward reads tensors that are neither parameters nor buffers
     and were made on the meta device.
     """
     programs = captured.programs
-    for name, value in programs.at(programs.samples, device=place).constants.items():
+    for name, value in programs.at(programs.samples, device=device).constants.items():
         if value.is_meta:
             raise TrainingError(
                 f"the model was built on the meta device, and its forward reads a tensor of shape "

@@ -51,7 +51,7 @@ class ModelState:
     def __init__(
         self, assignment: Assignment, mesh: Mesh, seed: int, *, goes_on: bool, needs_all: bool
     ) -> None:
-        workload, place = assignment.workload, assignment.place
+        workload, device = assignment.workload, assignment.device
         captured, holders = assignment.captured, assignment.holders
         self._captured, self._module = captured, (module := workload.module)
         self._holders, self._mesh, self._needs_all = holders, mesh, needs_all
@@ -60,7 +60,7 @@ class ModelState:
             _refuse_forgotten(module)
             same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
         held = {name for name in nothing if self._is_held(name)}
-        self._without = materialise(module, held, seed=seed, place=place)
+        self._without = materialise(module, held, seed=seed, device=device)
         self._changed = {name for name, p in module.named_parameters() if p.requires_grad}
         self._slice()
         self.parameters: dict[str, nn.Parameter] = {
@@ -82,11 +82,11 @@ class ModelState:
             parameter.grad = None  # whatever the user has computed with it
         self._homes = {name: tensor.device for name, tensor in self._everything().items()}
         # Before the optimizer is made, which may look at their device.
-        move((*self.parameters.values(), *self.buffers.values()), place)
-        if place.type != "cpu":
+        move((*self.parameters.values(), *self.buffers.values()), device)
+        if device.type != "cpu":
             # They may be needed once more, for the self-check.
             others = [t for name, t in self._everything().items() if not self._is_held(name)]
-            move((t for t in others if t.device == place), torch.device("cpu"))
+            move((t for t in others if t.device == device), torch.device("cpu"))
         self._rows = holders.cut_for(mesh.rank)
         self.shards = {
             name: nn.Parameter(rows.of(self.parameters[name].detach()))
@@ -174,10 +174,10 @@ class ModelState:
                 parameter.data = nothing.expand(parameter.shape)
                 parameter.grad = None
 
-    def bytes_on(self, place: torch.device) -> int:
+    def bytes_on(self, device: torch.device) -> int:
         """Bytes of parameters and of the optimizer's state that are on a device."""
         held = (*self.parameters.values(), *self.optimizer_tensors)
-        return sum(tensor.nbytes for tensor in held if tensor.device == place)
+        return sum(tensor.nbytes for tensor in held if tensor.device == device)
 
     @property
     def optimizer_tensors(self) -> list[Tensor]:

@@ -20,8 +20,8 @@ Thus the device of the highest rank always comes to an end, then that of the ran
 on. Notices travel on the host. Halves of one pair of ranks and direction begin in one order on
 both.
 
-On its own device a half waits for all that the compute stream had been given up to some place. A
-place is the number of halves that the compute stream has waited for.
+On its own device a half waits for all that the compute stream had been given up to some position. A
+position is the number of halves that the compute stream has waited for.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Half:
     """This rank's half of a message.
 
     Attributes:
-        place: place of the compute stream, behind which it begins.
+        position: position of the compute stream, behind which it begins.
         is_given: whether the device has it.
         is_closed: whether it comes to an end without any action of a host.
     """
 
     channel: Channel
     give: Callable[[], None]
-    place: int
+    position: int
     is_given: bool = False
     is_closed: bool = False
 
@@ -74,14 +74,14 @@ class Handshake:
         self._lines: defaultdict[Channel, _Line] = defaultdict(_Line)
         self._joined: deque[Half] = deque()  # from the first that is not closed on
         self._num_closed = 0  # joined halves before it
-        self._open: list[Half] = []  # given second, behind a place that is not closed
+        self._open: list[Half] = []  # given second, behind a position that is not closed
         self._holds = False
         self._here: Counter[tuple[int, int]] = Counter()
         self._meetings: Counter[int] = Counter()
 
     @property
-    def place(self) -> int:
-        """The place that the compute stream has now."""
+    def position(self) -> int:
+        """The position that the compute stream has now."""
         return self._num_closed + len(self._joined)
 
     def joined(self, half: Half) -> None:
@@ -89,9 +89,9 @@ class Handshake:
         self._joined.append(half)
         self._advance()
 
-    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
+    def offer(self, channel: Channel, give: Callable[[], None], position: int) -> Half:
         """Give the device this rank's half of a channel's next message, now or later."""
-        half = Half(channel, give, place)
+        half = Half(channel, give, position)
         self._lines[channel].halves.append(half)
         if self._rank > self._peer(channel):
             self._tell(channel, Word.AVAILABLE)
@@ -127,7 +127,7 @@ class Handshake:
         line = self._lines[channel]
         while line.available and line.halves and not self._holds:
             half = line.halves[0]
-            if half.place > self._num_closed:
+            if half.position > self._num_closed:
                 break
             line.halves.popleft()
             line.available -= 1
@@ -147,10 +147,10 @@ class Handshake:
             while self._joined and self._joined[0].is_closed:
                 self._joined.popleft()
                 self._num_closed += 1
-            closed = [half for half in self._open if half.place <= self._num_closed]
+            closed = [half for half in self._open if half.position <= self._num_closed]
             if not closed:
                 break
-            self._open = [half for half in self._open if half.place > self._num_closed]
+            self._open = [half for half in self._open if half.position > self._num_closed]
             for half in closed:
                 half.is_closed = True
                 self._tell(half.channel, Word.CLOSED)

@@ -68,7 +68,7 @@ class HostTransport:
         start = chunk.start(index)
         pack(tensors, packing, chunk.memory[start:], chunk.address + start)
         line.peer.writer.write(
-            Record(tag, packing.nbytes, len(tensors), packing.signature, chunk.place(index))
+            Record(tag, packing.nbytes, len(tensors), packing.signature, chunk.address_of(index))
         )
         line.peer.wakes_peer.set()
 

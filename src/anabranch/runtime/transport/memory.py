@@ -80,7 +80,7 @@ class Chunk:
         self._flags = self.memory[:_FLAGS_BYTES]
         self._holds: list[_Hold | None] = [None] * num_blocks
 
-    def place(self, index: int) -> BlockAddress:
+    def address_of(self, index: int) -> BlockAddress:
         """Return the address of a block, for the other end."""
         return BlockAddress(self.offset, self.block_bytes, self.num_blocks, index)
 
@@ -171,11 +171,11 @@ class Window:
         self._file = file
         self._chunks: dict[int, Chunk] = {}
 
-    def chunk(self, place: BlockAddress) -> Chunk:
-        chunk = self._chunks.get(place.offset)
+    def chunk(self, address: BlockAddress) -> Chunk:
+        chunk = self._chunks.get(address.offset)
         if chunk is None:
-            chunk = Chunk(self._file, place.offset, place.block_bytes, place.num_blocks)
-            self._chunks[place.offset] = chunk
+            chunk = Chunk(self._file, address.offset, address.block_bytes, address.num_blocks)
+            self._chunks[address.offset] = chunk
         return chunk
 
     def disown(self) -> None:
@@ -195,7 +195,7 @@ _RECORD = struct.Struct("<qqIIqqII")
 
 
 class Record(NamedTuple):
-    """Record of one message in the log: ``place`` is its block, ``nbytes`` its size with gaps;
+    """Record of one message in the log: ``address`` is its block, ``nbytes`` its size with gaps;
     ``num_tensors`` 0 marks the link to the next block of the log.
     """
 
@@ -203,7 +203,7 @@ class Record(NamedTuple):
     nbytes: int
     num_tensors: int
     signature: int
-    place: BlockAddress
+    address: BlockAddress
 
 
 class Writer:
@@ -212,11 +212,11 @@ class Writer:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         chunk, index = segment.take(8)
-        counter = chunk.place(index)
+        counter = chunk.address_of(index)
         start = chunk.start(index)
         self._counter = chunk.memory[start : start + 8].cast("Q")
         self._chunk, index = segment.take(_BLOCK_BYTES)
-        self.begin = counter, self._chunk.place(index)
+        self.begin = counter, self._chunk.address_of(index)
         self._enter(index)
 
     def _enter(self, index: int) -> None:
@@ -228,13 +228,13 @@ class Writer:
         """Show the reader a message, which lies in its block already."""
         if self._position + _RECORD.size > self._end:
             chunk, index = self._segment.take(_BLOCK_BYTES)
-            self._put(Record(0, 0, 0, 0, chunk.place(index)))
+            self._put(Record(0, 0, 0, 0, chunk.address_of(index)))
             self._chunk = chunk
             self._enter(index)
         self._put(record)
 
     def _put(self, record: Record) -> None:
-        _RECORD.pack_into(self._chunk.memory, self._position, *record[:4], *record.place)
+        _RECORD.pack_into(self._chunk.memory, self._position, *record[:4], *record.address)
         self._position += _RECORD.size
         fence()
         self._counter[0] += 1
@@ -252,9 +252,9 @@ class Reader:
         self._num_read = 0
         self._enter(first)
 
-    def _enter(self, place: BlockAddress) -> None:
-        self._chunk, self._index = self._window.chunk(place), place.block
-        self._position = self._chunk.start(place.block)
+    def _enter(self, address: BlockAddress) -> None:
+        self._chunk, self._index = self._window.chunk(address), address.block
+        self._position = self._chunk.start(address.block)
 
     def read(self) -> list[tuple[Record, memoryview]]:
         """Return new records with the bytes of their messages, each a block in use while held."""
@@ -265,12 +265,12 @@ class Reader:
             self._num_read += 1
             numbers = _RECORD.unpack_from(self._chunk.memory, self._position)
             self._position += _RECORD.size
-            place = BlockAddress(*numbers[4:])
-            record = Record._make((*numbers[:4], place))
+            address = BlockAddress(*numbers[4:])
+            record = Record._make((*numbers[:4], address))
             if record.num_tensors:
-                data = self._window.chunk(place).lend(place.block, record.nbytes)
+                data = self._window.chunk(address).lend(address.block, record.nbytes)
                 result.append((record, data))
             else:
                 self._chunk.free(self._index)
-                self._enter(place)
+                self._enter(address)
         return result

@@ -55,18 +55,18 @@ T = TypeVar("T")
 class DeviceStreams:
     """Streams of an accelerator, from torch's pool in the order of their first use."""
 
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._streams: dict[Hashable, torch.Stream] = {}
 
     def fence(self) -> torch.Event:
-        """Mark the place behind all that the compute stream has been given so far."""
-        return accelerator.record_event(self._place)
+        """Mark the position behind all that the compute stream has been given so far."""
+        return accelerator.record_event(self._device)
 
     def start(self, key: Hashable, after: Any, call: Callable[[], T]) -> T:
         """Start an operation of a communicator behind a fence."""
         if key not in self._streams:
-            self._streams[key] = accelerator.new_stream(self._place)
+            self._streams[key] = accelerator.new_stream(self._device)
         stream = self._streams[key]
         stream.wait_event(after)
         with stream:  # NCCL's own stream waits for the one that is current
@@ -77,16 +77,16 @@ class GpuWire:
     """Communicators of one rank with a GPU, and its compute stream."""
 
     def __init__(
-        self, groups: Mapping[Pair, dist.ProcessGroup], rank: int, place: torch.device
+        self, groups: Mapping[Pair, dist.ProcessGroup], rank: int, device: torch.device
     ) -> None:
-        self._groups, self._rank, self._place = groups, rank, place
-        self._streams = DeviceStreams(place)
+        self._groups, self._rank, self._device = groups, rank, device
+        self._streams = DeviceStreams(device)
 
     def connect(self) -> None:
         """Use each pair once, in one order everywhere, so that no two ranks can deadlock."""
         for pair in sorted(self._groups):
-            self.start(pair, [torch.zeros(1, device=self._place)], self.fence())
-            accelerator.synchronize(self._place)
+            self.start(pair, [torch.zeros(1, device=self._device)], self.fence())
+            accelerator.synchronize(self._device)
 
     def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[dist.Work]:
         """Start to send or to receive tensors behind a fence."""
@@ -102,7 +102,7 @@ class GpuWire:
             guarded(work.wait)
 
     def fence(self) -> torch.Event:
-        """Mark the place behind all that the compute stream has been given so far."""
+        """Mark the position behind all that the compute stream has been given so far."""
         return self._streams.fence()
 
 
@@ -134,8 +134,8 @@ class Buffers:
         fence: marks the end of all that the compute stream has been given.
     """
 
-    def __init__(self, place: torch.device, fence: Callable[[], Any]) -> None:
-        self._place, self._fence = place, fence
+    def __init__(self, device: torch.device, fence: Callable[[], Any]) -> None:
+        self._device, self._fence = device, fence
         self._pools: defaultdict[Hashable, list[_Buffer]] = defaultdict(list)
         self.nbytes = 0
 
@@ -154,7 +154,7 @@ class Buffers:
             buffer = self._make(nbytes)
             self._pools[key].append(buffer)
         buffer.is_lent = True
-        tensor = torch.empty(0, dtype=dtype, device=self._place)
+        tensor = torch.empty(0, dtype=dtype, device=self._device)
         # A tensor of its own, not a view: a change in place is no change of its neighbours.
         tensor.set_(buffer.storage, 0, shape)  # type: ignore[call-overload]
         return tensor, buffer.fence
@@ -162,10 +162,10 @@ class Buffers:
     def _make(self, nbytes: int) -> _Buffer:
         count = sum(map(len, self._pools.values()))
         try:
-            made = torch.empty(nbytes, dtype=torch.uint8, device=self._place)
+            made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise TrainingError(
-                f"{self._place} has no memory for {nbytes} bytes of a message, after {count} "
+                f"{self._device} has no memory for {nbytes} bytes of a message, after {count} "
                 f"buffers of {self.nbytes} bytes; plan with a smaller micro-batch, with "
                 "recomputation or for more devices"
             ) from error
@@ -199,31 +199,31 @@ class NcclTransport:
         rank: int,
         pairs: Collection[Pair],
         wire: GpuWire,
-        place: torch.device,
+        device: torch.device,
         timeout: float,
         handshake: Handshake,
         otherwise: Transport,
     ) -> None:
-        self._rank, self.wire, self._place, self._timeout = rank, wire, place, timeout
+        self._rank, self.wire, self._device, self._timeout = rank, wire, device, timeout
         self._pairs, self._handshake, self._otherwise = frozenset(pairs), handshake, otherwise
-        self.buffers = Buffers(place, self._mark)
+        self.buffers = Buffers(device, self._mark)
         self._sent: defaultdict[Channel, deque[_Send]] = defaultdict(deque)
         self._num_fences = 0
 
     def _mark(self) -> Fence:
         self._num_fences += 1
-        return Fence(self._num_fences, self.wire.fence(), self._handshake.place)
+        return Fence(self._num_fences, self.wire.fence(), self._handshake.position)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         channel = Channel(self._rank, rank, tag)
         self.buffers.sweep()
         if channel[:2] not in self._pairs:
             send = partial(self._otherwise.send, tensors, rank, tag)
-            self._handshake.offer(channel, send, self._handshake.place)
+            self._handshake.offer(channel, send, self._handshake.position)
             return
         moved = [
             tensor.detach()
-            .to(self._place, non_blocking=True)
+            .to(self._device, non_blocking=True)
             .contiguous()
             .resolve_conj()
             .resolve_neg()
@@ -233,7 +233,7 @@ class NcclTransport:
         made = self._mark()
         # The caching allocator does not know of NCCL's stream.
         sent = _Send(moved, made.event, self.wire)
-        sent.half = self._handshake.offer(channel, partial(sent.start, channel[:2]), made.place)
+        sent.half = self._handshake.offer(channel, partial(sent.start, channel[:2]), made.position)
         if moved:
             self._sent[channel].append(sent)
         self._let_go(channel)
@@ -250,7 +250,7 @@ class NcclTransport:
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         channel = Channel(rank, self._rank, tag)
         self.buffers.sweep()
-        receive, place = _Receive(self._handshake, self.wire), 0
+        receive, position = _Receive(self._handshake, self.wire), 0
         start: Callable[[], None]
         if channel[:2] not in self._pairs:
             start = partial(receive.start_otherwise, self._otherwise, specs, device, rank, tag)
@@ -258,8 +258,8 @@ class NcclTransport:
             taken = [self.buffers.take((channel, i), spec) for i, spec in enumerate(specs)]
             receive.tensors = [tensor for tensor, _ in taken]
             after = max((fence for _, fence in taken), key=lambda fence: fence.number)
-            start, place = partial(receive.start, channel[:2], after.event), after.place
-        receive.half = self._handshake.offer(channel, start, place)
+            start, position = partial(receive.start, channel[:2], after.event), after.position
+        receive.half = self._handshake.offer(channel, start, position)
         return receive
 
     def settle(self) -> None:
@@ -281,11 +281,11 @@ class NcclTransport:
 
 
 class Fence(NamedTuple):
-    """A place of the compute stream: ``event`` for the device, ``place`` for the hosts."""
+    """A position of the compute stream: ``event`` for the device, ``position`` for the hosts."""
 
     number: int
     event: Any
-    place: int
+    position: int
 
 
 class _Send:

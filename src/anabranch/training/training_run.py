@@ -33,7 +33,7 @@ from anabranch.workload import Batch, Workload
 _Pipe = TypeVar("_Pipe", Pipeline, AsyncPipeline)
 
 
-class Course(Generic[_Pipe]):
+class TrainingRun(Generic[_Pipe]):
     """A run around its steps; arguments are those of ``train``.
 
     Attributes:
@@ -76,18 +76,13 @@ class Course(Generic[_Pipe]):
         elif weights is not None:
             make = partial(kind.from_weights, weights)
         self.pipe: _Pipe = make(workload, plan, **options)
-        self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
-        self._saved_at = self._evaluated_at = self.pipe.step_number
-        self._copied_at = -1
+        self.start_s = time.perf_counter() - began
+        # Last steps that were saved, evaluated and copied.
+        self._first_step = self._saved_step = self._evaluated_step = self.pipe.step_number
+        self._copied_step: int | None = None
         self._evaluations: list[Evaluation] = []
         if isinstance(self.pipe, Pipeline) and self.pipe.copied is not None:
-            self._first_step = int(self.pipe.copied["first_step"])
-            self._copied_at = self.pipe.step_number
-            self._saved_at -= 1  # a checkpoint of that step may be unfinished
-            if save_every is not None and save_every.best:
-                self._evaluated_at -= 1  # and so may one for which its evaluation asked
-            made = (Evaluation(**kept) for kept in self.pipe.copied["evaluations"])
-            self._evaluations = [e for e in made if e.step <= self._evaluated_at]
+            self._take_over(self.pipe.copied, save_every)
         done = self.pipe.step_number - self._first_step
         if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
             _warn_of_untold_epochs(self.pipe)
@@ -101,6 +96,17 @@ class Course(Generic[_Pipe]):
         self._begin_series(save_every if self._folder is not None else None)
         batches = self._between(self.pipe.batches(epochs=epochs))
         self.batches = islice(batches, None if steps is None else max(steps - done, 0))
+
+    def _take_over(self, copied: Mapping[str, Any], save_every: SaveEvery | None) -> None:
+        """Go on from a copy in memory. The checkpoint of its step may be unfinished, so all before
+        that step count as saved; and so may one for which the evaluation of that step asked.
+        """
+        self._first_step, self._copied_step = int(copied["first_step"]), self.pipe.step_number
+        self._saved_step = self.pipe.step_number - 1
+        if save_every is not None and save_every.best:
+            self._evaluated_step = self.pipe.step_number - 1
+        made = (Evaluation(**kept) for kept in copied["evaluations"])
+        self._evaluations = [e for e in made if e.step <= self._evaluated_step]
 
     def _begin_series(self, save_every: SaveEvery | None) -> None:
         """Start the intervals between several checkpoints, if there are to be some."""
@@ -139,11 +145,11 @@ class Course(Generic[_Pipe]):
             return
         # Behind the last step weights are saved first, so it is evaluated later (``_end``).
         evaluates = INTERRUPT.agreed or not self._is_over
-        evaluates &= self._is_crossed(self._evaluate_every, self._evaluated_at)
+        evaluates &= self._is_crossed(self._evaluate_every, self._evaluated_step)
         is_best = evaluates and self._evaluate()
         if self._save_every is not None:
-            is_due = self._is_crossed(self._save_every.steps, self._saved_at) or SAVE_CLOCK.is_due
-            if is_best or (is_due and self.pipe.step_number > self._saved_at):
+            is_due = self._is_crossed(self._save_every.steps, self._saved_step) or SAVE_CLOCK.is_due
+            if is_best or (is_due and self.pipe.step_number > self._saved_step):
                 self._begin(wait=False)
         self._look_for_copy()
 
@@ -161,11 +167,11 @@ class Course(Generic[_Pipe]):
         pipe, done = self.pipe, self.pipe.step_number
         if self._copies is None or not isinstance(pipe, Pipeline):
             return
-        is_first = self._copied_at < 0
-        is_due = is_first or done - self._copied_at >= self._copies.every
+        before = self._copied_step
+        is_due = before is None or done - before >= self._copies.every
         if is_due and done > self._first_step and not self._is_over:
             # The interval starts at the first step, so the copy after the first comes earlier.
-            self._copied_at = self._first_step if is_first else done
+            self._copied_step = self._first_step if before is None else done
             kept = {
                 "first_step": self._first_step,
                 "evaluations": [*map(asdict, self._evaluations)],
@@ -182,26 +188,26 @@ class Course(Generic[_Pipe]):
         with self.clock.paused():
             metrics = self.pipe.evaluate()
         seconds = time.perf_counter() - started
-        self._evaluated_at, self._metrics = self.pipe.step_number, metrics
-        self._evaluations.append(Evaluation(self._evaluated_at, finite(metrics)))
+        self._evaluated_step, self._metrics = self.pipe.step_number, metrics
+        self._evaluations.append(Evaluation(self._evaluated_step, finite(metrics)))
         score = -math.inf if self._save_every is None else self._save_every.score(metrics)
         is_best = score > self._best
         if is_best and self._folder is not None:
-            self._unmarked = step_folder(self._folder, self._evaluated_at), metrics
+            self._unmarked = step_folder(self._folder, self._evaluated_step), metrics
         self._best = max(score, self._best)
-        self.reporter.tell(EvaluationEvent(self._evaluated_at, metrics, seconds, is_best))
+        self.reporter.tell(EvaluationEvent(self._evaluated_step, metrics, seconds, is_best))
         return is_best
 
     def _begin(self, *, wait: bool) -> None:
         assert self._folder is not None
         assert self._save_every is not None
         self._finish()
-        self._saved_at = self.pipe.step_number
+        self._saved_step = self.pipe.step_number
         SAVE_CLOCK.begin()
-        folder = step_folder(self._folder, self._saved_at)
+        folder = step_folder(self._folder, self._saved_step)
         if self._is_there(folder):
             return
-        self._unfinished = CheckpointEvent(self._saved_at, folder)
+        self._unfinished = CheckpointEvent(self._saved_step, folder)
         self.pipe.save(folder, wait=wait, keep=self._save_every.keep)
 
     def _is_there(self, folder: Path) -> bool:
@@ -233,10 +239,10 @@ class Course(Generic[_Pipe]):
             if not self._is_there(self._folder):
                 self.pipe.save(self._folder)
             self.reporter.tell(CheckpointEvent(self.pipe.step_number, self._folder))
-        elif self._folder is not None and self._saved_at < self.pipe.step_number:
+        elif self._folder is not None and self._saved_step < self.pipe.step_number:
             self._begin(wait=True)
         self._finish()
-        is_known = self._metrics is not None and self._evaluated_at == self.pipe.step_number
+        is_known = self._metrics is not None and self._evaluated_step == self.pipe.step_number
         if self._workload.eval_data is not None and not is_known and not INTERRUPT.agreed:
             self._evaluate()
             self._look_for_finished()

@@ -11,7 +11,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import best_evaluation, checkpoints
 from anabranch.errors import DataError, TrainingError
 from anabranch.training import Event, SaveEvery
-from anabranch.training.course import require_evaluation
+from anabranch.training.training_run import require_evaluation
 from tests.runtime.small import batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
 from tests.training.running import data, runs
