@@ -181,7 +181,7 @@ def _measured(workload: Workload, device: torch.device) -> UpdateCost:
         trial = _TrialUpdate(workload, part, device)
         seconds.append(trial.seconds())
     memory = _temporary(workload, chosen, device)
-    return redevice(fit(rows, seconds), state=trial.state_share(), **memory)
+    return replace(fit(rows, seconds), state=trial.state_share(), **memory)
 
 
 def _temporary(
