@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import linecache
+import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -363,6 +365,31 @@ def test_a_name_that_a_library_no_longer_has_is_left_alone(monkeypatch: pytest.M
     with library_rules():
         assert not hasattr(torch.nn.modules.transformer, "_detect_is_causal_mask")
     assert not hasattr(torch.nn.modules.transformer, "_detect_is_causal_mask")
+
+
+def test_a_process_that_is_forked_while_another_thread_traces_can_trace() -> None:
+    """It begins once nothing is patched."""
+    begun = threading.Event()
+
+    def trace() -> None:
+        with tracing_alone():
+            begun.set()
+            time.sleep(0.2)
+
+    def entered() -> None:
+        with tracing_alone():
+            pass
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    begun.wait()
+    child = multiprocessing.get_context("fork").Process(target=entered)
+    child.start()
+    child.join(20)
+    thread.join()
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_two_threads_that_trace_leave_nothing_patched() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,10 @@ _KERNELS = tuple(TORCH + name for name in ("_refs", "_decomp", "_meta_registrati
 """PyTorch's own operations in Python, which ask for the special case of no entries."""
 
 _TRACING = threading.RLock()
+# A child has no other thread that would let go of it and undo the patches.
+os.register_at_fork(
+    before=_TRACING.acquire, after_in_parent=_TRACING.release, after_in_child=_TRACING.release
+)
 
 _COLLECT_AFTER = 20_000
 """Objects that a trace makes between two searches for cycles. Nearly all of them stay alive: by
