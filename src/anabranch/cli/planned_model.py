@@ -165,6 +165,8 @@ def faster(
     if not name or not _is_faster(plans[name], ours):
         return ""
     if name == "one device":
+        if ours.cluster.startswith("local:"):
+            return "one device is faster than this plan: --cluster local:1 plans it"
         return "one device is faster than this plan: plan for a cluster of one"
     from anabranch.solve import BASELINES
 

@@ -33,6 +33,8 @@ def plan_workload(
     ``plan`` does.
 
     Args:
+        cluster: the devices. Unlike the command, this takes local ranks as they are; give it
+            ``calibrated(cluster)[0]`` for the figures that were measured on this machine.
         batch_size: samples of a step; by default those of the workload's data.
         device: where operators are measured, ``cpu`` or a GPU that is here, or the data sheet by
             which they are estimated; by default the cluster's device.

@@ -182,6 +182,16 @@ def test_a_baseline_that_is_as_fast_is_not_called_faster():
         assert bool(faster({"sequential": other}, a_plan(stage))) is is_faster
 
 
+def test_one_device_that_is_faster_is_told_with_the_cluster_to_plan_for():
+    """A plan for local ranks uses all of them; other clusters may have no preset of one device."""
+    others = {"one device": a_plan(Stage(("a",), (0,), 8), step_s=0.5)}
+    for name, way_on in (("local:3", "--cluster local:1 plans it"), ("mine", "a cluster of one")):
+        ours = replace(a_plan(Stage(("a",), (0, 1), 8)), cluster=name)
+        line = faster(others, ours)
+        assert line.startswith("one device is faster than this plan: ")
+        assert line.endswith(way_on)
+
+
 def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
     """On links that are fast it beats a pipeline that may not have replicas, and plan says so."""
     arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "64")
