@@ -98,7 +98,7 @@ class _ParametersUnwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = {p.untyped_storage()._cdata for p in module.parameters()}
+        self._memory = _memory(p for p in module.parameters() if not nn.parameter.is_lazy(p))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -107,10 +107,13 @@ class _ParametersUnwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = dict(zip((argument.name for argument in arguments), args, strict=False))
         values |= kwargs or {}
         written = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-        tensors = (leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor))
-        if any(tensor.untyped_storage()._cdata in self._memory for tensor in tensors):
+        if self._memory & _memory(v for v in tree_leaves(written) if isinstance(v, torch.Tensor)):
             raise _WritesError
         return func(*args, **(kwargs or {}))
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
 
 
 def only_frozen(module: nn.Module, names: Collection[str]) -> AbstractContextManager[None]:
