@@ -9,6 +9,7 @@ from torch import nn
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.cutting.split import split
+from anabranch.graph.module_state import in_mode
 from tests.graph.chain import check_split, eager, gradient_error, run_stages, taken
 from tests.graph.nets import Net, batch, one_stage, stage_each
 
@@ -209,6 +210,15 @@ def test_weights_made_for_evaluation_have_the_values_of_the_parameters() -> None
     )
     assert module.folded.weights is None
     torch.testing.assert_close(loss, module.eval()(*batch(3)).detach())
+
+
+def test_parameters_without_memory_of_their_own_do_not_hinder_evaluation() -> None:
+    """Sparse ones, and those whose sizes the first call tells."""
+    module = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+    module[1].table = nn.Parameter(torch.eye(2).to_sparse())
+    with in_mode(module, training=False):
+        assert not module[1].training
+    assert module[1].training
 
 
 def test_granularity_is_checked() -> None:
