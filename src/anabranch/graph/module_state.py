@@ -77,6 +77,20 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def evaluated(module: nn.Module) -> Iterator[None]:
+    """Inside, a module is as its own ``eval`` leaves it, which may prepare weights for that; behind
+    it as its ``train`` does, with the modes of submodules that it had.
+    """
+    with with_attributes([(part, "training", part.training) for part in module.modules()]):
+        was_training = module.training
+        module.eval()
+        try:
+            yield
+        finally:
+            module.train(was_training)
+
+
 def only_frozen(module: nn.Module, names: Collection[str]) -> AbstractContextManager[None]:
     """Inside, parameters of these names are frozen and no others."""
     named = module.named_parameters()

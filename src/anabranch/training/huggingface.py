@@ -41,7 +41,7 @@ from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture_workload
-from anabranch.graph.module_state import in_mode
+from anabranch.graph.module_state import evaluated
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.profile.measure import measure
@@ -271,7 +271,7 @@ class Trainer:
         size = taken.per_device_eval_batch_size * self.devices
         total, predictions, labels = 0.0, None, None
         names = taken.label_names or cast("Any", find_labels)(type(_plain(self.model)))
-        with in_mode(self.model, training=False), torch.no_grad():
+        with evaluated(self.model), torch.no_grad():
             for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
                 tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
                 loss, logits = _outputs(call_module(self.model, batch))
