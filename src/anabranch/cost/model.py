@@ -24,7 +24,7 @@ from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost, between, on_grid, row_below
+from anabranch.profile.profile import Profile, UpdateCost, between, on_grid, row_below
 from anabranch.remembered import remembered
 
 
@@ -57,12 +57,6 @@ class CostModel:
     def graph(self) -> OpGraph:
         """The operators that are priced."""
         return self.profile.graph
-
-    @property
-    def state_share(self) -> float:
-        """Optimizer state in bytes per byte of trainable parameter."""
-        measured = ADAM_STATE if self.profile.update is None else self.profile.update.state
-        return measured if self.optimizer_factor is None else self.optimizer_factor
 
     def covers(self, samples: float) -> bool:
         """Return whether the profile prices this sample count; a proportional one prices any."""
@@ -207,8 +201,8 @@ class CostModel:
 
     @cached_property
     def update(self) -> UpdateCost:
-        """Seconds of an update on a device."""
-        return update_cost(self.profile, self.cluster, self.state_share)
+        """Seconds and memory of an update on a device."""
+        return update_cost(self.profile, self.cluster, self.optimizer_factor)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -345,7 +339,7 @@ class CostModel:
                 replicas,
                 np.minimum(replicas - 1, terms),
                 versions,
-                self.state_share,
+                self.update.state,
                 held.tables,
                 held.rows,
                 self.update.all_temporary,
