@@ -9,7 +9,7 @@ from torch import nn
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.cutting.split import split
-from anabranch.graph.module_state import in_mode
+from anabranch.graph.module_state import evaluated, in_mode
 from tests.graph.chain import check_split, eager, gradient_error, run_stages, taken
 from tests.graph.nets import Net, batch, one_stage, stage_each
 
@@ -210,6 +210,16 @@ def test_weights_made_for_evaluation_have_the_values_of_the_parameters() -> None
     )
     assert module.folded.weights is None
     torch.testing.assert_close(loss, module.eval()(*batch(3)).detach())
+
+
+def test_a_module_prepares_itself_for_an_evaluation_of_its_own() -> None:
+    """And goes back, with the modes that its parts had."""
+    module = nn.Sequential(Folded(8, 8), nn.BatchNorm1d(8).eval())
+    with evaluated(module):
+        weights = module[0].weights
+    assert torch.equal(weights, module[0].weight)
+    assert module[0].weights is None
+    assert [part.training for part in module.modules()] == [True, True, False]
 
 
 def test_parameters_without_memory_of_their_own_do_not_hinder_evaluation() -> None:

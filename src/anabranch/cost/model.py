@@ -31,7 +31,7 @@ from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost, between, on_grid, row_below
+from anabranch.profile.profile import Profile, UpdateCost, between, on_grid, row_below
 from anabranch.remembered import remembered
 
 
@@ -42,7 +42,8 @@ class CostModel:
     Attributes:
         profile: seconds and bytes of the operators.
         cluster: links and memory.
-        optimizer_factor: value of ``state_share`` in place of the profile's, or of Adam's.
+        optimizer_factor: bytes of the optimizer's state per byte of trainable parameter (SGD with
+            momentum 1), in place of the profile's, or of Adam's 2.
         updates: number of updates of the weights in one batch, each with its all-reduce; more than
             1 where a planner is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
@@ -63,12 +64,6 @@ class CostModel:
     def graph(self) -> OpGraph:
         """The operators that are priced."""
         return self.profile.graph
-
-    @property
-    def state_share(self) -> float:
-        """Optimizer state in bytes per byte of trainable parameter (SGD with momentum 1)."""
-        measured = ADAM_STATE if self.profile.update is None else self.profile.update.state
-        return measured if self.optimizer_factor is None else self.optimizer_factor
 
     def covers(self, samples: float) -> bool:
         """Return whether the profile prices this sample count; a proportional one prices any."""
@@ -213,8 +208,8 @@ class CostModel:
 
     @cached_property
     def update(self) -> UpdateCost:
-        """Seconds of an update on a device."""
-        return update_cost(self.profile, self.cluster, self.state_share)
+        """Seconds and memory of an update on a device."""
+        return update_cost(self.profile, self.cluster, self.optimizer_factor)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -346,7 +341,7 @@ class CostModel:
             kept=weights.kept * samples + weights.kept_fixed,
             passing=weights.passes.at(samples),
         )
-        optimizer = OptimizerBytes(self.state_share, update.all_temporary, update.largest_temporary)
+        optimizer = OptimizerBytes(update.state, update.all_temporary, update.largest_temporary)
         others = np.minimum(replicas - 1, terms)
         return device_memory(stage, optimizer, recompute, replicas, others, versions)
 

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Calibration, Cluster, Machine
 from anabranch.profile.data_sheets import DATA_SHEETS
-from anabranch.profile.profile import Profile, UpdateCost
+from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost
 
 FREE = Calibration(
     Machine("any", 1, "any"),
@@ -75,17 +76,19 @@ def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
     return device_s, cluster.link(0, ranks - 1).latency_s
 
 
-def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:
+def update_cost(profile: Profile, cluster: Cluster, factor: float | None) -> UpdateCost:
     """Price of updates on a device: as measured, or else by the memory bandwidth of the device's
-    data sheet or of the cluster's calibration; 0 where neither is known.
+    data sheet or of the cluster's calibration; 0 where neither is known. A ``factor`` replaces the
+    bytes of the optimizer's state.
     """
     if profile.update is not None:
-        return profile.update
+        return profile.update if factor is None else replace(profile.update, state=factor)
+    state = ADAM_STATE if factor is None else factor
     if profile.source == "estimated" and profile.device in DATA_SHEETS:
         bandwidth = DATA_SHEETS[profile.device].effective_bandwidth
     else:
         bandwidth = (cluster.calibration or FREE).memory_bandwidth
-    return UpdateCost(0.0, 0.0, (3 + 2 * optimizer_factor) / bandwidth)
+    return UpdateCost(0.0, 0.0, (3 + 2 * state) / bandwidth, state=state)
 
 
 def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> float:

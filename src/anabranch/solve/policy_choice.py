@@ -62,7 +62,7 @@ def recommended(
     may_cut: bool = True,
 ) -> tuple[str, str]:
     """Return the policy for ``auto`` and the reason, for stages with their in-flight counts."""
-    unknown = OptimizerFacts("the optimizer", momentum=cost.state_share > 0, rule="momentum")
+    unknown = OptimizerFacts("the optimizer", momentum=cost.update.state > 0, rule="momentum")
     batch_size = graph.batch_size if may_cut and not cost.graph.whole_batch else 1
     return recommend(
         graph.depth, optimizer or unknown, batch_size=batch_size, versions=_room(graph, cost)

@@ -67,7 +67,7 @@ class Evaluator:
         numbers = (
             *(batch_size, max_replicas or devices, versions is None),
             *(covered[0], covered[-1]),
-            *(cluster.memory_bytes, cost.state_share),
+            *(cluster.memory_bytes, cost.update.state),
             *(cost.update.byte_s, calibration.pass_s),
             calibration.message_s,
             computed_at_once(cluster) if len(paces) else 0.0,

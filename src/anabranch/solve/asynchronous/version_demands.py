@@ -157,5 +157,5 @@ class Proposals:
                 for op, nbytes in zip(profile.costs, stashed, strict=True)
             )
             profile = replace(profile, costs=costs)
-        factor = max(cost.state_share + demand.constant, 0.0)
+        factor = max(cost.update.state + demand.constant, 0.0)
         return replace(cost, profile=profile, cluster=tight, optimizer_factor=factor)
