@@ -65,7 +65,7 @@ functions.Compiled.__call__ = _call_in_turn  # type: ignore[method-assign]
 # each time, so a failure there is the change's; at home every run looks at new ones, so that few
 # in one run are many in a week.
 settings.register_profile(
-    "anabranch", deadline=None, derandomize="CI" in os.environ, max_examples=20
+    "anabranch", deadline=None, derandomize="CI" in os.environ, max_examples=30
 )
 settings.load_profile("anabranch")
 
