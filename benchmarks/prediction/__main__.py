@@ -303,6 +303,7 @@ def mean_profile(profiles: list[Profile]) -> Profile:
             alike[0],
             forward_s=_means([cost.forward_s for cost in alike]),
             backward_s=_means([cost.backward_s for cost in alike]),
+            weight_s=_means([cost.weight_s for cost in alike]),
         )
         for alike in zip(*(profile.costs for profile in profiles), strict=True)
     )

@@ -82,13 +82,14 @@ def test_ranks_are_measured_alike():
         Profile(
             graph,
             (1, 2),
-            (OpCost((s, 2 * s), (2 * s, 4 * s), 0),),
+            (OpCost((s, 2 * s), (2 * s, 4 * s), 0, weight_s=(1.5 * s, 3 * s)),),
             "cpu",
             "measured",
             update=UpdateCost(s, 0.0, s),
         )
-        for s in (1.0, 3.0)
+        for s in (3.0, 1.0)
     ]
     found = mean_profile(ranks)
     assert (found.costs[0].forward_s, found.costs[0].backward_s) == ((2.0, 4.0), (4.0, 8.0))
+    assert found.costs[0].weight_s == (3.0, 6.0)
     assert found.update == UpdateCost(2.0, 0.0, 2.0)
