@@ -147,7 +147,7 @@ class PlacementSearch:
         places, levels = self._machines.table()
         counts = places.sum(axis=1)
         ways = Ways(np.concatenate(steps), places, counts, levels, self._links)
-        progress = records(Progress, 1)
+        progress = records(RecursionState, 1)
         progress[0].limit_s = self._limit_s
         while progress[0].part < len(parts):
             progress[0].added = progress[0].priced = 0
@@ -246,7 +246,7 @@ class Ways(NamedTuple):
     links: Links
 
 
-class Progress:
+class RecursionState:
     """Position of ``extend`` in its loops, from which it goes on when ``added`` was full."""
 
     part: int  # index in ``parts``
@@ -264,7 +264,7 @@ def extend(
     runs: Runs,
     best: Labels,
     added: Labels,
-    progress: Table[Progress],
+    progress: Table[RecursionState],
 ) -> None:
     """Price suffixes with one more stage in front.
 
@@ -297,7 +297,7 @@ def _prepend(
     runs: Runs,
     best: Labels,
     added: Labels,
-    progress: Progress,
+    progress: RecursionState,
 ) -> None:
     """Price a suffix with a stage in front at one place, for all cuts at which it can begin.
 
