@@ -37,7 +37,7 @@ class PlannedModel:
         others: baseline -> its plan, or why there is none.
         why: explanation of the plan; None without a flush, or where the user stopped waiting.
         optimizer: facts of the optimizer, without a flush.
-        seconds: seconds from the begin of the search to the end of the explanation.
+        seconds: seconds from the beginning of the search to the end of the explanation.
         flushed: text on training with a flush, for a plan without one.
         max_replicas: most replicas of a stage that the user allows.
     """

@@ -16,7 +16,7 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import announce, measured
-from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
+from anabranch.device.kinds import USUAL, is_measured
 from anabranch.errors import SearchStoppedError
 from anabranch.graph.opgraph import Granularity, Precision
 
@@ -64,7 +64,7 @@ class ModelSource:
 
     def is_timed(self, device: str) -> bool:
         """True if operators are timed on this machine for the profile of a device."""
-        return not self.is_file and _is_here(device)
+        return not self.is_file and is_measured(device)
 
     @staticmethod
     def of_plan(
@@ -179,11 +179,11 @@ class ModelSource:
                     f"with anabranch profile MODEL --precision {self.precision}"
                 )
             return profile, facts
-        if not times and _is_here(device):
+        if not times and is_measured(device):
             device = ANY_GPU
         counts = samples or powers_of_two(batch_size)
         # Parameters have memory only where they are measured.
-        build: Callable[[], Workload] = partial(self.workload, meta=not _is_here(device))
+        build: Callable[[], Workload] = partial(self.workload, meta=not is_measured(device))
         if mode == "async" and facts is None:
             from anabranch.runtime.asynchronous.requirements import common_norm_remark
             from anabranch.runtime.state.optimizer_facts import optimizer_of
@@ -200,7 +200,7 @@ class ModelSource:
         self, build: Callable[[], Workload], device: str, counts: tuple[int, ...]
     ) -> Profile:
         self.facts["kept_capture"] = False
-        if _is_here(device):
+        if is_measured(device):
             workload = build()
             captured = self.capture(workload).under_autocast(self.precision, device.split(":")[0])
             return measured(workload, counts, captured, device, self.model)
@@ -297,8 +297,3 @@ def command_naming(model: str, file: Path) -> str:
     words = sys.argv[1:]
     at = next((i for i, word in enumerate(words, 1) if Path(word) == file), len(words))
     return shlex.join(["anabranch", *words[:at], model, *words[at:]])
-
-
-def _is_here(device: str) -> bool:
-    """True if times for a device are measured on this machine, not estimated."""
-    return device.split(":")[0] in (CPU, *ACCELERATORS)

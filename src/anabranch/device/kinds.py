@@ -62,6 +62,11 @@ def kind_of(name: str) -> DeviceKind:
     return ACCELERATORS.get(name.partition(":")[0], HOST)
 
 
+def is_measured(name: str) -> bool:
+    """Return True if times of a device are measured on this machine, not estimated."""
+    return name.partition(":")[0] in (CPU, *ACCELERATORS)
+
+
 OWN_ERRORS = (
     *(
         sign.format(name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from anabranch.cluster import Cluster
-from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
+from anabranch.device.kinds import USUAL, is_measured
 from anabranch.graph.capture import capture_to_plan
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
@@ -61,9 +61,8 @@ def plan_workload(
 
     def profile_of(names: Sequence[str]) -> Profile:
         captured = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))
-        kind = where.split(":")[0]
-        is_here = kind in (CPU, *ACCELERATORS)
-        captured = captured.under_autocast(precision, kind if is_here else USUAL)
+        is_here = is_measured(where)
+        captured = captured.under_autocast(precision, where.split(":")[0] if is_here else USUAL)
         if is_here:
             return measure_workload(workload, counts, captured=captured, device=where)
         return estimate(captured, where, counts)
