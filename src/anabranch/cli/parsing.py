@@ -92,11 +92,6 @@ def _number(text: str) -> float | str:
     return text
 
 
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 ... and ``largest`` itself."""
-    return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
-
-
 def parse_counts(text: str) -> tuple[int, ...]:
     """Parse sample counts such as ``1,2,4,8``."""
     try:

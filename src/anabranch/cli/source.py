@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from anabranch.cli.output import note
-from anabranch.cli.parsing import parse_counts, powers_of_two, usage
+from anabranch.cli.parsing import parse_counts, usage
 from anabranch.cli.progress import announce, measured
 from anabranch.device.kinds import USUAL, is_measured
 from anabranch.errors import SearchStoppedError
@@ -166,6 +166,7 @@ class ModelSource:
             samples: counts to measure or estimate at; by default powers of two.
             policy: weight policy that the optimizer has to suit; checked before anything is timed.
         """
+        from anabranch.profile.profile import powers_of_two
         from anabranch.weights import OPTIMIZERS, policy_named, require_optimizer
 
         if mode == "sync" and optimizer is not None:

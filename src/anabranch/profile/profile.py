@@ -47,6 +47,11 @@ class OpCost:
         return self.weight_s or tuple(seconds / 2 for seconds in self.backward_s)
 
 
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """Return sample counts to measure at: 1, 2, 4 ... and ``largest`` itself."""
+    return tuple(sorted({1 << i for i in range(largest.bit_length())} | {largest}))
+
+
 ADAM_STATE = 2.0
 """Bytes of Adam's state per byte of parameters."""
 

@@ -11,7 +11,7 @@ from anabranch.graph.capture import capture_to_plan
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.profile.estimate import estimate
-from anabranch.profile.profile import Profile
+from anabranch.profile.profile import Profile, powers_of_two
 from anabranch.runtime.measurement.workload import measure_workload
 from anabranch.runtime.state.optimizer_facts import optimizer_of
 from anabranch.solve import plan, plan_with_rewrites
@@ -57,7 +57,7 @@ def plan_workload(
     is_async = options.get("mode") == "async"
     if is_async:
         options = {"optimizer": optimizer_of(workload), **options}
-    counts = sorted({1 << i for i in range(size.bit_length())} | {size})
+    counts = powers_of_two(size)
 
     def profile_of(names: Sequence[str]) -> Profile:
         captured = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))

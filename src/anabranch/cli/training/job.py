@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.cli import torchrun
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.compiling import begin_compiling
-from anabranch.cli.parsing import powers_of_two, usage
+from anabranch.cli.parsing import usage
 from anabranch.cli.progress import announce, measured
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
@@ -69,6 +69,8 @@ class Job:
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
+        from anabranch.profile.profile import powers_of_two
+
         captured = self.captured.under_autocast(self.source.precision, self.device)
         what = self.workload, powers_of_two(batch_size), captured
         time = partial(measured, *what, self.device, self.source.model)
