@@ -10,21 +10,28 @@ from typing import Any, Self
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime.measurement.clocks import yardstick_s
+from anabranch.runtime.run_options import RunOptions
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
 
 
 class BasePipeline:
-    """A pipeline around one rank's ``Session``."""
+    """A pipeline around one rank's ``Session``.
+
+    Attributes:
+        options: options as they were given.
+    """
 
     workload: Workload
+    options: RunOptions
 
     def __init__(self, workload: Workload, plan: Plan, **options: Any) -> None:
         raise NotImplementedError
 
-    def _hold(self, plan: Plan, **options: Any) -> Session:
-        """Hold this rank's part of a plan, with the options of ``Session``."""
-        self.plan, self._session = plan, (session := Session(self.workload, plan, **options))
+    def _hold(self, plan: Plan, options: RunOptions, **further: Any) -> Session:
+        """Hold this rank's part of a plan, with further arguments of ``Session``."""
+        session = Session(self.workload, plan, options, **further)
+        self.plan, self._session = plan, session
         self._mesh, self._state = session.mesh, session.state
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         return session

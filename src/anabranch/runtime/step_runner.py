@@ -51,18 +51,12 @@ class StepRunner:
         late: totals of steps that nobody waited for.
         is_first: whether no update was made yet.
         ran: worker, batch tensors and outcome of the last batch.
-
-    Args:
-        clip_norm: largest norm of all gradients; None for any.
-        accumulate: batches of an update.
     """
 
-    def __init__(
-        self, session: Session, *, clip_norm: float | None, accumulate: int, exact: bool
-    ) -> None:
+    def __init__(self, session: Session) -> None:
         self._session, self._mesh, self._state = session, session.mesh, session.state
-        self._workers, self._clip_norm = session.workers, clip_norm
-        self.updates = Updates(session, accumulate=accumulate, exact=exact)
+        self._workers, self._clip_norm = session.workers, session.assignment.workload.clip_norm
+        self.updates = Updates(session)
         self.metrics: dict[str, float] = {}
         self.late = LateTotals(session, partial(self._error, _AFTER))
         self.is_first = True

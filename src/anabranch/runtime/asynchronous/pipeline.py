@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.measurement.timeline import Recording
 from anabranch.runtime.messages import channels
 from anabranch.runtime.reference import num_samples
+from anabranch.runtime.run_options import RunOptions
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
@@ -150,6 +152,18 @@ class AsyncPipeline(BasePipeline):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
+        self.options = options = RunOptions(
+            captured=captured,
+            compute=compute,
+            check_memory=check_memory,
+            check_batches=check_batches,
+            shard_optimizer=False,
+            check_gradients=check_gradients,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            patience=patience,
+            device=device,
+        )
         workload = clipped_by_stage(workload, clip_stage_norm)
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, in_turns=round_robin)
@@ -159,27 +173,16 @@ class AsyncPipeline(BasePipeline):
         self.workload = workload
         session = self._hold(
             plan,
-            captured=captured,
+            replace(options, check_memory=check_memory and is_predicted),
             facts={
                 "policy": repr(self.policy),
                 "round_robin": order.round_robin,
-                "check_gradients": check_gradients,
                 "check_memory": check_memory,
-                "check_batches": check_batches,
                 "clip_stage_norm": clip_stage_norm,
             },
-            compute=compute,
-            exact=False,
-            check_gradients=check_gradients,
-            check_memory=check_memory and is_predicted,
-            check_batches=check_batches,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-            patience=patience,
-            device=device,
             further=channels(order.graph),
         )
-        compute = session.assignment.compute
+        compute = session.options.compute
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
             kind = session.assignment.device.type

@@ -28,6 +28,7 @@ from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator
+from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -44,19 +45,14 @@ class Checkpointing:
     Attributes:
         run_id: a number of the run, the same on every rank.
         failing: the context in which a failure reaches the other ranks.
-        timeout: seconds until a rank that writes nothing counts as lost.
-        save_frozen: see ``Workload``.
-        accumulate: batches of an update.
     """
 
+    assignment: Assignment
     state: ModelState
     workers: WorkerCache
     feed: DataFeed
     run_id: int
     failing: Callable[[], AbstractContextManager[None]]
-    timeout: float
-    save_frozen: bool = True
-    accumulate: int = 1
 
     def __post_init__(self) -> None:
         self._mesh, self._batch_size = self.workers.mesh, self.workers.stage_graph.batch_size
@@ -85,14 +81,14 @@ class Checkpointing:
             number = hashlib.sha256(f"{self.run_id} {self._num_saved}".encode()).hexdigest()[:16]
             target = Target(Path(folder).absolute(), number, self._mesh.size, self.progress())
             copies = None if wait else self._copies
-            without = () if self.save_frozen else self.state.constants
+            without = () if self.assignment.workload.save_frozen else self.state.constants
             part = self.state.part(further or {}, copies=copies, without=without)
             self._saving = saving = Saving(
                 target,
                 self._mesh.rank,
                 part,
                 keep=keep,
-                timeout=self.timeout,
+                timeout=self.assignment.options.timeout,
                 ready=accelerator.waiter(self.workers.device),
             )
             if wait:
@@ -182,7 +178,7 @@ class Checkpointing:
             loss_streak=0 if scale is None else scale.streak,
             data=self._loader_state(),
             batch_size=self._batch_size,
-            accumulate=self.accumulate,
+            accumulate=self.assignment.options.accumulate,
         )
 
     def _loader_state(self) -> dict[str, Any] | None:
@@ -219,7 +215,7 @@ class Checkpointing:
         )
 
     def _warn_of_other_updates(self, progress: Progress) -> None:
-        before, now = progress.accumulate, self.accumulate
+        before, now = progress.accumulate, self.assignment.options.accumulate
         if before not in (0, now):
             warnings.warn(
                 f"the checkpoint was trained with {_counted(before)} to an update, this run has "

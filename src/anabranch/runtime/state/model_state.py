@@ -95,8 +95,8 @@ class ModelState:
         self.optimizer = self._optimizer(workload)
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
-        if assignment.compute.backend is None:  # compiled backwards give whole gradients
-            rows = assignment.compute.sparse_embeddings
+        if assignment.options.compute.backend is None:  # compiled backwards give whole gradients
+            rows = assignment.options.compute.sparse_embeddings
             require_updates(captured.graph, self.optimizer, self.updated, sparse_embeddings=rows)
 
     def _slice(self) -> None:
