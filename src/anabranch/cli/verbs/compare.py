@@ -17,6 +17,7 @@ from anabranch.cli.progress import progress_bar
 from anabranch.cli.rewriting import required_rewrites
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError
+from anabranch.plans.baselines import BASELINES
 from anabranch.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _write_page(
     plan = plans[first]
     if plan.mode == "sync":
         # The best chain is not compared with the best chain.
-        names = {"data-parallel"} if first.planner == "chain" else solve.BASELINES.keys()
+        names = {"data-parallel"} if first.planner == "chain" else BASELINES.keys()
         step_s = {c.planner: plans[c].figures.step_s for c in others if c.planner in names}
         plan = comparison.noting_baselines(plan, step_s)
     notes = [*best.lines(), *comparison.remarks(results, costs.origin)]
