@@ -20,11 +20,11 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.messages import channels
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
 from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.ranks.placement import own_device, start_of
 from anabranch.runtime.ranks.process_groups import join, require_streams
-from anabranch.runtime.run_options import RunOptions
 from anabranch.runtime.state.initialisation import meta_names, require_constants
 from anabranch.workload import Workload, updates_by_element
 
@@ -44,7 +44,7 @@ class Assignment:
     captured: Captured
     parts: Split
     holders: Holders
-    options: RunOptions
+    options: PipelineOptions
     home: torch.device
     device: torch.device
 
@@ -63,7 +63,7 @@ class Assignment:
 def assign(
     workload: Workload,
     plan: Plan,
-    options: RunOptions,
+    options: PipelineOptions,
     *,
     facts: Mapping[str, object],
     goes_on: bool,

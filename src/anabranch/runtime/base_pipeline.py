@@ -10,7 +10,7 @@ from typing import Any, Self
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime.measurement.clocks import yardstick_s
-from anabranch.runtime.run_options import RunOptions
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
 
@@ -23,12 +23,12 @@ class BasePipeline:
     """
 
     workload: Workload
-    options: RunOptions
+    options: PipelineOptions
 
     def __init__(self, workload: Workload, plan: Plan, **options: Any) -> None:
         raise NotImplementedError
 
-    def _hold(self, plan: Plan, options: RunOptions, **further: Any) -> Session:
+    def _hold(self, plan: Plan, options: PipelineOptions, **further: Any) -> Session:
         """Hold this rank's part of a plan, with further arguments of ``Session``."""
         session = Session(self.workload, plan, options, **further)
         self.plan, self._session = plan, session

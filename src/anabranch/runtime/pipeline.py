@@ -33,7 +33,7 @@ from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.guards.same_batch import BatchCheck, require_same_copies
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import StepRecording
-from anabranch.runtime.run_options import RunOptions
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.state.spare_copies import SpareCopies
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.timeline import Timeline
@@ -122,7 +122,7 @@ class Pipeline(BasePipeline):
         copies: SpareCopies | None = None,
     ) -> None:
         self.workload = workload
-        self.options = RunOptions(
+        self.options = PipelineOptions(
             captured=captured,
             accumulate=accumulate,
             compute=compute,
@@ -138,14 +138,12 @@ class Pipeline(BasePipeline):
             device=device,
             copies=copies,
         )
-        saved, self.copied = (None, None) if copies is None else copies.read()
-        self._begin(plan, self.options, saved=saved)
-        if self.copied is not None:
-            self._session.first.verdict = self.copied["gradients"]
+        self._begin(plan, self.options)
+        self.copied = self._session.copied
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
 
-    def _begin(self, plan: Plan, options: RunOptions, **further: Any) -> None:
+    def _begin(self, plan: Plan, options: PipelineOptions, **further: Any) -> None:
         self._steps = StepRunner(self._hold(plan, options, **further))
         self._updates = self._steps.updates
 

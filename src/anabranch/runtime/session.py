@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.reading import SavedState
 from anabranch.errors import AnabranchError, DataError, TrainingError
 from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
@@ -25,14 +26,13 @@ from anabranch.runtime.guards.heartbeat import watch_ranks
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, batch_digest
 from anabranch.runtime.messages import channels
-from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.reference import num_samples
-from anabranch.runtime.run_options import RunOptions
 from anabranch.runtime.state.checkpointing import Checkpointing
 from anabranch.runtime.state.initialisation import SEEDS, meta_names
 from anabranch.runtime.state.model_state import ModelState
-from anabranch.runtime.transport import Channel, Transport
+from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
 
@@ -45,29 +45,32 @@ class Session:
             compares no gradients and no memory again.
         frozen: parameters that were not trainable when training began.
         graph: stages of the plan.
+        copied: ``further`` of the copy in memory that this session continues, if it does.
         first: checks and preparations with the first batch.
         batch_digest: digest of the current batch.
         is_spoilt: whether some stages have made an update that others have not.
 
     Args:
         facts: what else all ranks must have alike, by name.
-        further: channels that are used besides those of the plan's schedule.
+        further: stages whose channels are used besides those of the plan's schedule.
         predecessor: session of this run under another plan; this one continues and closes it.
-        saved: state of this run, from copies in memory, that this session continues.
     """
 
     def __init__(
         self,
         workload: Workload,
         plan: Plan,
-        options: RunOptions,
+        options: PipelineOptions,
         *,
         facts: Mapping[str, object] | None = None,
-        further: Collection[Channel] = (),
+        further: StageGraph | None = None,
         predecessor: Session | None = None,
-        saved: SavedState | None = None,
     ) -> None:
         POSITION.begin(-1, Phase.START_UP)
+        self.copied: Mapping[str, Any] | None = None
+        saved = None
+        if predecessor is None and options.copies is not None:
+            saved, self.copied = options.copies.read()
         goes_on = predecessor is not None or saved is not None
         if goes_on:
             options = replace(options, check_gradients=False, check_memory=False)
@@ -100,9 +103,8 @@ class Session:
         with mesh.failure.reporting(self._disconnect, graph):
             if options.check_memory:
                 assignment.require_memory(plan, mesh)
-            self.transport = transport = mesh.transport(
-                device, sorted({*channels(graph), *further})
-            )
+            used = {*channels(graph), *channels(further or graph)}
+            self.transport = transport = mesh.transport(device, sorted(used))
             drawn = mesh.gather([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             feed.seed, self._run_id = seed, run_id = drawn[0]
             if predecessor is not None:
@@ -119,6 +121,8 @@ class Session:
                 compares=compares,
                 before=None if predecessor is None else predecessor.first,
             )
+            if self.copied is not None:
+                self.first.verdict = self.copied["gradients"]
             self.state, self.workers = state, workers
             self.checkpoints: Checkpointing = Checkpointing(
                 assignment, state, workers, feed, run_id, self.failing
@@ -128,7 +132,6 @@ class Session:
         feed.fail, feed.reads = self._fail, self._reads
         # The bucket of a batch follows from all of its tensors, so none is left out.
         feed.types = None if workload.buckets else captured.layout.types
-        self.trace = Trace(captured, graph, holders, mesh)
         POSITION.leave()
 
     def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:

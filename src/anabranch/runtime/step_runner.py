@@ -24,6 +24,7 @@ from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import LateTotals, StepTotals
@@ -207,8 +208,8 @@ class StepRunner:
         self, consequence: str, number: int, leaves: Mapping[str, Tensor], outcome: Outcome
     ) -> NonFiniteError:
         """Return the error of a bad step, the same on every rank."""
-        trace, when = self._session.trace, f"step {number}"
-        return trace.error(trace.findings(outcome), leaves, when, consequence, _ADVICE)
+        trace, when = Trace(self._session), f"step {number}"
+        return trace.error(outcome, leaves, when, consequence, _ADVICE)
 
     # Totals that are read a step later
 

@@ -44,7 +44,7 @@ class Job:
             from anabranch.runtime.ranks.placement import own_device
 
             own_device(device)
-        self._gpus: int | None = None
+        self.gpus: int | None = None  # at the last attempt to train
         self.search_options: dict[str, Any] = {}  # of the search that has planned it here
         self.workload: Workload = source.workload()
         self.profile: Profile | None = None
@@ -162,20 +162,3 @@ class Job:
             if simulated.stage_graph == plan.stage_graph:
                 predicted = simulated.predicted
         return replace(plan, predicted=predicted, machines=cluster, profile=profile.origin)
-
-    def devices_left(self) -> int:
-        """Devices for ranks, where some may have gone since the plan was made.
-
-        Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
-        """
-        assert self.plan is not None
-        if (ranks := torchrun.num_ranks()) is not None:
-            return ranks
-        planned = len(self.plan.stage_graph.devices)
-        if self.device == CPU:
-            return planned
-        from anabranch.device import accelerator
-
-        now = accelerator.count(self.device)
-        lost, self._gpus = max((self._gpus or now) - now, 0), now
-        return max(planned - lost, 1)

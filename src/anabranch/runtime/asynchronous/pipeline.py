@@ -45,9 +45,8 @@ from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.measurement.timeline import Recording
-from anabranch.runtime.messages import channels
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.reference import num_samples
-from anabranch.runtime.run_options import RunOptions
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
@@ -152,7 +151,7 @@ class AsyncPipeline(BasePipeline):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
-        self.options = options = RunOptions(
+        self.options = options = PipelineOptions(
             captured=captured,
             compute=compute,
             check_memory=check_memory,
@@ -180,7 +179,7 @@ class AsyncPipeline(BasePipeline):
                 "check_memory": check_memory,
                 "clip_stage_norm": clip_stage_norm,
             },
-            further=channels(order.graph),
+            further=order.graph,
         )
         compute = session.options.compute
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)

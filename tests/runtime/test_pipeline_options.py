@@ -8,10 +8,10 @@ import pytest
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.run_options import RunOptions
+from anabranch.runtime.pipeline_options import PipelineOptions
 from tests.runtime.small import built, plan
 
-DEFAULTS = {field.name: field.default for field in fields(RunOptions)}
+DEFAULTS = {field.name: field.default for field in fields(PipelineOptions)}
 
 
 def defaults(kind: type) -> dict[str, object]:
@@ -32,7 +32,7 @@ def test_ranks_compare_every_option_but_their_own() -> None:
     """How long a rank waits, and where it computes, are its own; an option that is added is
     compared.
     """
-    compared = RunOptions(compute=ComputeOptions(offload=True)).facts()
+    compared = PipelineOptions(compute=ComputeOptions(offload=True)).facts()
     own = {"captured", "compute", "timeout", "stall_timeout", "patience", "device", "copies"}
     assert compared.keys() == (DEFAULTS.keys() - own) | {f.name for f in fields(ComputeOptions)}
     assert compared["offload"] is True
@@ -40,13 +40,13 @@ def test_ranks_compare_every_option_but_their_own() -> None:
 
 def test_a_plan_gives_what_was_left_out() -> None:
     chosen = replace(plan(built("Chain"), 2), precision="bf16", shard_optimizer=True)
-    by_plan = RunOptions().under(chosen)
+    by_plan = PipelineOptions().under(chosen)
     assert (by_plan.compute.precision, by_plan.shard_optimizer) == ("bf16", True)
-    asked = RunOptions(compute=ComputeOptions("fp32"), shard_optimizer=False).under(chosen)
+    asked = PipelineOptions(compute=ComputeOptions("fp32"), shard_optimizer=False).under(chosen)
     assert (asked.compute.precision, asked.shard_optimizer) == ("fp32", False)
-    assert not RunOptions(exact=True).under(chosen).shard_optimizer
+    assert not PipelineOptions(exact=True).under(chosen).shard_optimizer
 
 
 def test_values_that_are_not_listed_are_refused() -> None:
     with pytest.raises(ValueError, match="check_batches is 'most'; it is 'sampled' or 'full'"):
-        RunOptions(check_batches="most")  # type: ignore[arg-type]
+        PipelineOptions(check_batches="most")  # type: ignore[arg-type]

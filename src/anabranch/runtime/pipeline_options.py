@@ -18,7 +18,7 @@ _OWN = ("captured", "compute", "timeout", "stall_timeout", "patience", "device",
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class PipelineOptions:
     """Options of a run, which ``Pipeline`` documents.
 
     Raises:
@@ -51,7 +51,7 @@ class RunOptions:
         if self.check_batches not in get_args(BatchCheck):
             raise ValueError(f"check_batches is {self.check_batches!r}; it is 'sampled' or 'full'")
 
-    def under(self, plan: Plan) -> RunOptions:
+    def under(self, plan: Plan) -> PipelineOptions:
         """Return the options with those of a plan for what was left out."""
         compute, shards = self.compute, self.shard_optimizer
         if compute.sparse_embeddings is None:
