@@ -27,12 +27,12 @@ shorter.
 _STRAIGHT = {"planner": "sequential", "max_replicas": 1}
 
 BASELINES: Mapping[str, Baseline] = {
+    "from": Baseline("the plan of --from", None),
     "data-parallel": Baseline("data parallelism", {"planner": "data-parallel"}),
     "sequential": Baseline("the sequential pipeline", {"planner": "sequential"}, True),
     "straight sequential": Baseline("the sequential pipeline without replicas", _STRAIGHT, True),
     "chain": Baseline("the best chain", _CHAIN, True),
     "one device": Baseline("one device", {"planner": "data-parallel"}),
-    "from": Baseline("the plan of --from", None),
 }
 """Name of a baseline in files -> the baseline."""
 

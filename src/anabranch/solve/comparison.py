@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from anabranch.profile.profile import Profile
 from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.search import plan
+from anabranch.solve.simulation import foreseen
 from anabranch.weights import POLICIES, OptimizerFacts
 
 
@@ -141,6 +143,7 @@ def baselines(
     *,
     names: Iterable[str] | None = None,
     optimizer: OptimizerFacts | None = None,
+    start: Plan | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
     """Generate baselines: data parallelism and sequential plans, not improved by simulation, an
@@ -149,7 +152,9 @@ def baselines(
 
     Args:
         best: plan to compare with the baselines.
-        names: keys of ``BASELINES``; by default all that are searched.
+        names: keys of ``BASELINES``; by default all.
+        start: the plan that the search began with, a baseline if it has the same batches and fits
+            as it stands.
         optimizer: see ``plan``, as for all other options.
 
     Yields:
@@ -159,6 +164,9 @@ def baselines(
     one = replace(cluster, levels=tuple(replace(level, size=1) for level in cluster.levels))
     for name in BASELINES if names is None else names:
         if (search := BASELINES[name].search) is None:
+            if start is not None and start.stage_graph.batch_size == best.stage_graph.batch_size:
+                with suppress(AnabranchError):
+                    yield name, foreseen(start, profile, cluster)[0]
             continue
         is_one = name == "one device"
         if is_one and (best.mode == "async" or cluster.num_devices == 1):
