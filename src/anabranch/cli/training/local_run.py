@@ -15,7 +15,6 @@ from anabranch.cli.training.training_settings import TrainingSettings
 if TYPE_CHECKING:
     from anabranch.cli.training.run_results import RunSoFar
     from anabranch.plans.plan import Plan
-    from anabranch.plans.stages import StageGraph
     from anabranch.record import Run
     from anabranch.training import Looks
 
@@ -35,8 +34,7 @@ def train_job(
     mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
 
     Args:
-        fewer: plans the job for so many devices (``training.survive``), and returns
-            ``predicted_s`` of that plan.
+        fewer: see ``surviving``.
         so_far: told of every step.
     """
     from anabranch import launch
@@ -46,6 +44,7 @@ def train_job(
     from anabranch.runtime.guards.heartbeat import default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
     from anabranch.runtime.guards.timeouts import TIMEOUTS
+    from anabranch.runtime.plan_parts import prepare
     from anabranch.training import train, train_async
 
     plan, saves, logs = job.plan, training.saves(), training.loggers()
@@ -54,11 +53,12 @@ def train_job(
     patience_s = None if options.get("compute", PLAIN).backend else training.timeout
     passed_on = "epochs resume weights save check_gradients check_batches evaluate_every"
     assert plan is not None
-    _prepare(job, plan.stage_graph)
+    how = job.workload, job.source.precision, job.device
+    prepare(job.captured, plan.stage_graph, *how)  # once, which forked ranks inherit
     if is_async:
         order = order_of(plan, asynchronous_stages(plan), in_turns=options.get("round_robin"))
         if order.round_robin:
-            _prepare(job, order.for_turn(0, plan.stage_graph.batch_size))
+            prepare(job.captured, order.for_turn(0, plan.stage_graph.batch_size), *how)
     elif (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
 
@@ -82,27 +82,21 @@ def train_job(
             **options,
         )
 
-    def plan_fewer(devices: int) -> float:
-        assert fewer is not None
-        assert job.plan is not None
-        step_s = fewer(devices)
-        _prepare(job, job.plan.stage_graph)
-        return step_s
-
     if torchrun.is_rank():
         with listening():
             return rank(plan, predicted_s)
     devices, load = len(plan.stage_graph.devices), OtherLoad()
     survival, recoveries = None, list[str]()
     if training.survive:
-        survival = surviving(job, training, devices, plan_fewer, predicted_s, recoveries.append)
+        assert fewer is not None
+        survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
     compared = ", and comparing gradients with one process" * (
         training.check_gradients and training.steps != 0
     )
     precision = options.get("compute", PLAIN).precision
-    how = "" if precision in (None, "fp32") else f" in {precision}"
-    announce(f"starting {devices} rank{'s' * (devices > 1)}{how}{compared}")
+    in_half = "" if precision in (None, "fp32") else f" in {precision}"
+    announce(f"starting {devices} rank{'s' * (devices > 1)}{in_half}{compared}")
     try:
         run = launch.run(
             rank,
@@ -118,13 +112,6 @@ def train_job(
         if survival is not None:
             survival.copies.close()
     return replace(run, others_share=load.share(), recoveries=tuple(recoveries))
-
-
-def _prepare(job: Job, graph: StageGraph) -> None:
-    """Make the programs of stages once, which forked ranks inherit."""
-    from anabranch.runtime.plan_parts import prepare
-
-    prepare(job.captured, graph, job.workload, job.source.precision, job.device)
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from anabranch.cli import torchrun
-from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
-from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
+from anabranch.cli.output import INTERRUPTED, note
 from anabranch.cli.progress import announce
 from anabranch.cli.settings import OtherModelSettings
+from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training import preflight, restarts, run_results, training_settings
 from anabranch.cli.training.job import Job
 from anabranch.cli.training.local_run import train_job
-from anabranch.cli.training.run_plan import plan_of_run
+from anabranch.cli.training.run_plan import PlannedRun
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
-
-T = TypeVar("T")
 
 
 @spread
@@ -73,90 +70,41 @@ def train(
     ranks = torchrun.begin_surviving() if training.survive else None
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
-    from anabranch.graph.loss_kinds import loss_notes
     from anabranch.record import Run
     from anabranch.runtime.asynchronous.requirements import clipped_by_stage
-    from anabranch.schedule import glossary
 
-    options, seed = compute.options(), training.seed
+    compute.options()  # options that exclude each other are refused first
     if torchrun.is_restarted():
         training = restarts.restarted(training)
     is_async = flush.is_async(local.plan())
     preflight.refuse_mode(is_async, flush, compute, training)
     preflight.require_possible(training)
-    job = _seeded(partial(Job.of, model.source, local), seed)
+    job = _seeded_job(model.source, local, training.seed)
     if compute.precision is not None:
         job.source = replace(job.source, precision=compute.precision)
-    options = replace(options, precision=job.source.precision)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
-    shown, policy = plan_of_run(job, local, training, options, flush, compute)
-    if ranks not in (None, len(shown.stage_graph.devices)):
+    planned = PlannedRun(job, local, training, compute, flush)
+    if ranks not in (None, len(planned.shown.stage_graph.devices)):
         raise InvalidPlanError(
-            f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
-            f"{ranks} processes; start one per device"
+            f"the plan is for {len(planned.shown.stage_graph.devices)} devices, but torchrun has "
+            f"started {ranks} processes; start one per device"
         )
     is_first = torchrun.is_first()
-    if is_first and local.plan_file and shown.predicted is not None and job.profile is None:
-        remark_uncalibrated(shown)
-    if local.plan_file is not None and local.device == "cpu" and not torchrun.is_rank():
-        remark_crowded(shown)
-    if is_first:
-        say(shown.summary())
-        say(glossary(shown))
-        for sentence in loss_notes(job.captured.graph.loss_kind, job.captured.graph.normalised):
-            say(sentence)
-        if training.resume is not None:
-            done, more = restarts.first_step(training), training.length
-            say(f"goes on from {training.resume}, after step {done:,}, {more}")
-        elif training.steps and training.epochs:
-            say(f"trains {training.length}, whichever comes first")
-    say_remarks()
-    special: dict[str, Any] = {"accumulate": compute.accumulate}
-    if is_async:
-        special = {
-            "policy": policy,
-            "round_robin": flush.round_robin,
-            "clip_stage_norm": flush.clip_stage_norm,
-        }
-
-    def plan_fewer(asked: training_settings.TrainingSettings, left: int) -> float:
-        nonlocal shown, special
-        assert job.plan is not None
-        before = job.plan.stage_graph
-        fewer = replace(local, plan_file=None, devices=left, batch_size=before.batch_size)
-        # What a plan file has decided stays.
-        named = flush.policy or (shown.policy or None if local.plan_file is not None else None)
-        flush_as_before = replace(flush, mode="async" if is_async else "sync", policy=named)
-        rows = compute.sparse_embeddings
-        rows = job.plan.sparse_embeddings if rows is None else rows
-        compute_as_before = replace(compute, sparse_embeddings=rows)
-        job.plan, job.is_by_file = None, False
-        shown, policy = plan_of_run(
-            job, fewer, asked, options, flush_as_before, compute_as_before, again=True
-        )
-        special |= {"policy": policy} if is_async else {}
-        if is_first:
-            planned = len(before.devices)
-            note(f"{left} of {planned} devices are left, for which training is planned anew")
-        return predicted_s()
-
-    def predicted_s() -> float:
-        # None where the run differs from the plan, so that its prediction says nothing.
-        return shown.predicted.step_s if shown.predicted is not None else 0.0
+    planned.say(training)
 
     def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
         left = restarts.devices_left(job)
         is_again = torchrun.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
-            plan_fewer(asked, left)
+            planned.plan_fewer(asked, left)
         begun = Run(
-            shown,
+            planned.shown,
             losses=(),
             step_s=(),
             ideal_step_s=0.0,
-            policy=shown.policy,
-            round_robin=shown.round_robin,
+            policy=planned.shown.policy,
+            round_robin=planned.shown.round_robin,
             chance=job.workload.chance,
             resumed=str(asked.resume or ""),
             first_step=restarts.first_step(asked),
@@ -165,19 +113,18 @@ def train(
         return train_job(
             job,
             asked,
-            fewer=partial(plan_fewer, asked),
+            fewer=partial(planned.plan_fewer, asked),
             is_async=is_async,
-            predicted_s=predicted_s(),
+            predicted_s=planned.predicted_s,
             on_interrupt=run_results.say_stopping,
-            compute=options,
             so_far=so_far,
-            **special,
+            **planned.pipeline_options,
         )
 
     def keep(result: Run) -> tuple[Run, Path]:
         from anabranch.record import new_folder
 
-        folder, plan = run or new_folder(model.model, began), shown
+        folder, plan = run or new_folder(model.model, began), planned.shown
         if result.plan_changes:
             job.plan = plan = result.plan
         # With replicas in turn, in-flight counts are not those of a plan.
@@ -217,13 +164,15 @@ def _rehearse(
     emulate(*planned, LinkSettings(), steps or STEPS, run, model.model)
 
 
-def _seeded(make: Callable[[], T], seed: int | None) -> T:
-    """Call a function with a seed, if there is one, and leave that seed for the run."""
+def _seeded_job(
+    source: ModelSource, local: training_settings.TrainedPlanSettings, seed: int | None
+) -> Job:
+    """Make a job by a seed, if there is one, and leave that seed for the run."""
     import torch
 
     if seed is None:
-        return make()
+        return Job.of(source, local)
     torch.manual_seed(seed)
-    made = make()
+    job = Job.of(source, local)
     torch.manual_seed(seed)  # the model's function may have set its own
-    return made
+    return job
