@@ -168,7 +168,11 @@ class Session:
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
-        leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
+        try:
+            leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
+        except DataError:
+            self._finish_saving()
+            raise
         self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
@@ -288,11 +292,14 @@ class Session:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        if not self.checkpoints.is_open:  # its step was a good one
-            with suppress(AnabranchError):
-                self.checkpoints.finish()
+        self._finish_saving()
         self.mesh.failure.publish(error)
         self.abort()
+
+    def _finish_saving(self) -> None:
+        """Complete the checkpoint of a good step, from which training goes on after bad data."""
+        with suppress(AnabranchError):
+            self.checkpoints.finish()
 
     def abort(self) -> None:
         """Close after a failure, without waiting for any operation in progress."""

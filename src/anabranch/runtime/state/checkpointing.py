@@ -45,6 +45,7 @@ class Checkpointing:
         run_id: a number of the run, the same on every rank.
         failing: the context in which a failure reaches the other ranks.
         timeout: seconds until a rank that writes nothing counts as lost.
+        settle: waits until it is known whether the last step was a good one.
         save_frozen: see ``Workload``.
         accumulate: batches of an update.
     """
@@ -57,6 +58,7 @@ class Checkpointing:
     timeout: float
     save_frozen: bool = True
     accumulate: int = 1
+    settle: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._mesh, self._batch_size = self.workers.mesh, self.workers.stage_graph.batch_size
@@ -116,6 +118,8 @@ class Checkpointing:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
+        if self.is_open:
+            self.settle()
         saving, self._saving = self._saving, None
         if saving is not None:
             with self.failing(), POSITION.doing(Phase.SAVE):
