@@ -7,7 +7,6 @@ they tell each other of failures. The order of passes and updates is the pipelin
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any, get_args
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.reading import SavedState
-from anabranch.errors import AnabranchError, DataError, TrainingError
+from anabranch.errors import AnabranchError, DataError, TrainingError, warn
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.data_feed import DataFeed, leaves_of
@@ -96,7 +95,7 @@ class Session:
         stall_s = timeout if stall_timeout is None else stall_timeout
         self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, patience)
         if mesh.rank == 0 and (text := plan.other_model(captured.graph)):
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)

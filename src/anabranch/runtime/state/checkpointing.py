@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator
+from anabranch.errors import warn
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -198,11 +198,10 @@ class Checkpointing:
         except (TypeError, ValueError):
             kept = None
         if kept != state:
-            warnings.warn(
+            warn(
                 "the state_dict of the loader holds more than JSON can (numbers, texts, lists, and "
                 "mappings by texts), so the checkpoint has the number of batches alone: training "
-                "that resumes reads up to it",
-                stacklevel=6,
+                "that resumes reads up to it"
             )
             return None
         return state
@@ -215,21 +214,19 @@ class Checkpointing:
             f"; {progress.position} batches of epoch {progress.epoch} are done, behind which as "
             "many of the new size are left out, so some samples come twice or not at all"
         )
-        warnings.warn(
+        warn(
             f"the checkpoint was trained with batches of {before} samples, this run has {now}"
             f"{within if progress.position else ''}; --batch-size {before}, or a plan for it, goes "
-            "on as before",
-            stacklevel=5,
+            "on as before"
         )
 
     def _warn_of_other_updates(self, progress: Progress) -> None:
         before, now = progress.accumulate, self.accumulate
         if before not in (0, now):
-            warnings.warn(
+            warn(
                 f"the checkpoint was trained with {_counted(before)} to an update, this run has "
                 f"{_counted(now)}; accumulate={before} (in a run file accumulate = {before}) goes "
-                "on as before",
-                stacklevel=5,
+                "on as before"
             )
 
 
