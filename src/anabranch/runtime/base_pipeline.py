@@ -34,6 +34,7 @@ class BasePipeline:
         self.plan, self._session = plan, session
         self._mesh, self._state = session.mesh, session.state
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
+        session.checkpoints.settle = self._settle
         return session
 
     @classmethod
@@ -170,8 +171,6 @@ class BasePipeline:
         Raises:
             TrainingError: if it could not be written.
         """
-        if self._session.checkpoints.is_open:
-            self._settle()
         self._session.checkpoints.finish()
 
     def close(self) -> None:
