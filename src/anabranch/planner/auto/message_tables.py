@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from anabranch.compiled import Table
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes, piece_count
 from anabranch.cost.communication import all_reduce_price, all_reduce_s, transfer_s
-from anabranch.cost.stage_weights import summed_bytes, touched_bytes
+from anabranch.cost.footprint import summed_bytes, touched_bytes
 from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     LevelRecord,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from anabranch.cluster import Cluster
-from anabranch.cost.nested_weights import Ints
+from anabranch.cost.nested_sets import Ints
 from anabranch.planner.dapple.links import Place
 from anabranch.remembered import remembered
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from anabranch.compiled import Table, compiled, records
 from anabranch.cost.communication import transfer_s
-from anabranch.cost.nested_weights import Ints
+from anabranch.cost.nested_sets import Ints
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines

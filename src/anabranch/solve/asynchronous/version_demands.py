@@ -149,7 +149,7 @@ class Proposals:
         if demand.flight:
             # A version per mini-batch in flight counts as activations: bytes per sample.
             stashed = (
-                int(cost.stage_held_bytes([i]).trainable) * demand.flight
+                int(cost.stage_parameter_bytes([i]).trainable) * demand.flight
                 for i in range(len(profile.graph))
             )
             costs = tuple(
