@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.utils._pytree import tree_map_only
 
 from anabranch.data.loaders import Loader, loader_of
-from anabranch.data.packed import PackedBatch, Rows
+from anabranch.data.packed import PackedBatch, RowPacking
 from anabranch.errors import WorkloadError, naming_line
 
 Batch = Any
@@ -138,11 +138,11 @@ class Workload:
                     f"rank for its own stages, not {with_article(made)}; write "
                     f"{name}=functools.partial({made}, ...) or another function, or leave it out"
                 )
-        packing = Rows()
+        packing = RowPacking()
         if not isinstance(self.example, PackedBatch):
-            packing = Rows.of(self.example, self.rows, self.samples_in)
+            packing = RowPacking.of(self.example, self.rows, self.samples_in)
             object.__setattr__(self, "example", packing.packed(self.example))
-        elif isinstance(self.example.packing, Rows):  # that of the Workload which this one replaces
+        elif isinstance(self.example.packing, RowPacking):  # of the Workload that this one replaces
             packing = self.example.packing
         object.__setattr__(self, "buckets", [*map(packing.packed, self.buckets)])
         object.__setattr__(self, "data", loader_of(self.data, shuffle=True, packing=packing))

@@ -13,15 +13,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from anabranch.device.kinds import ACCELERATORS, USUAL, kind_of
+from anabranch.device.kinds import ACCELERATORS, GPU, kind_of
 from anabranch.errors import TrainingError
 
 T = TypeVar("T")
 
 
-def usual() -> torch.device:
+def default_gpu() -> torch.device:
     """Return the kind of accelerator that this torch is built for."""
-    return torch.accelerator.current_accelerator() or torch.device(USUAL)
+    return torch.accelerator.current_accelerator() or torch.device(GPU)
 
 
 def is_on_accelerator(device: torch.device) -> bool:

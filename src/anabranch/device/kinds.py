@@ -49,9 +49,10 @@ ACCELERATORS: Mapping[str, DeviceKind] = {
     "npu": DeviceKind(float64=False),
     "mps": DeviceKind(streams=False, own_memory=False, float64=False),
 }
-"""Name in torch -> kind. The first one is meant where a machine has none."""
+"""Name in torch -> kind."""
 
-USUAL = next(iter(ACCELERATORS))
+GPU = next(iter(ACCELERATORS))
+"""Kind of accelerator on a machine that has none."""
 
 GRAPHS = "cudagraphs"
 """Torch's name of the backend that replays recorded passes."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from anabranch.data.packed import PackedBatch, Rows, plain
+from anabranch.data.packed import PackedBatch, RowPacking, plain
 from anabranch.errors import CaptureError
 from anabranch.workload import Batch
 
@@ -97,7 +97,7 @@ class BatchLayout:
     def packed(self, batch: Batch) -> Batch:
         """Return a batch as the workload's data has it; a user's own may have rows of samples."""
         packing = self.spec.context[1] if self.spec.type is PackedBatch else None
-        return packing.packed(batch) if isinstance(packing, Rows) else plain(batch)
+        return packing.packed(batch) if isinstance(packing, RowPacking) else plain(batch)
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the tensors of a batch by name, in the order of the example; ValueError if it is

@@ -90,7 +90,9 @@ def measure(
         raise ValueError(f"cannot measure {repeats} repeats at {counts} samples")
     torch_device = torch.device(device)
     if torch_device.type != "cpu" and not accelerator.has_streams(torch_device):
-        raise ValueError(f"cannot measure on {device}; cpu and {accelerator.usual()} are possible")
+        raise ValueError(
+            f"cannot measure on {device}; cpu and {accelerator.default_gpu()} are possible"
+        )
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
         raise ProfileError(
             "the model was built on the meta device, which has no numbers to compute with; "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from anabranch.cluster import Cluster
-from anabranch.device.kinds import USUAL, is_measured
+from anabranch.device.kinds import GPU, is_measured
 from anabranch.graph.capture import capture_to_plan
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
@@ -62,7 +62,7 @@ def plan_workload(
     def profile_of(names: Sequence[str]) -> Profile:
         captured = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))
         is_here = is_measured(where)
-        captured = captured.under_autocast(precision, where.split(":")[0] if is_here else USUAL)
+        captured = captured.under_autocast(precision, where.split(":")[0] if is_here else GPU)
         if is_here:
             return measure_workload(workload, counts, captured=captured, device=where)
         return estimate(captured, where, counts)

@@ -42,5 +42,5 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 def _place() -> torch.device:
     """Return where the user's group gathers: one for NCCL alone takes no tensors of the CPU."""
-    usual = accelerator.usual()
-    return usual if dist.get_backend() == accelerator.backend(usual) else torch.device("cpu")
+    default = accelerator.default_gpu()
+    return default if dist.get_backend() == accelerator.backend(default) else torch.device("cpu")
