@@ -227,7 +227,6 @@ def _version(delay: int, ahead: int) -> str:
 
 
 def plan_or_error(planner: str, plan: Plan | AnabranchError) -> dict[str, Any]:
-    """Return the document of a plan, or of the error in its place."""
     from anabranch.files import plan_to_dict
 
     if isinstance(plan, AnabranchError):
@@ -245,7 +244,6 @@ def staleness_document(
 
 
 def interrupted(plan: Plan | AnabranchError) -> bool:
-    """True if a search was interrupted."""
     if isinstance(plan, AnabranchError):
         return isinstance(plan, SearchStoppedError)
     return plan.interrupted
@@ -330,7 +328,6 @@ def digits(value: float | None) -> str:
 
 
 def plans_among(results: Mapping[_Key, Plan | AnabranchError]) -> dict[_Key, Plan]:
-    """Return the results that are plans."""
     return {key: plan for key, plan in results.items() if not isinstance(plan, AnabranchError)}
 
 

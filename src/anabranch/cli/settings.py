@@ -109,7 +109,6 @@ class ModelSettings(Settings):
 
     @property
     def source(self) -> ModelSource:
-        """The model to read or build."""
         options = split_output(self.output)[0]
         return ModelSource(self.model, self.preset, options, self.granularity)
 
@@ -124,12 +123,10 @@ class EstimatedModelSettings(ModelSettings):
 
     @property
     def source(self) -> ModelSource:
-        """The model to read or build."""
         return replace(super().source, keep=not self.no_cache, precision=self.precision)
 
     @property
     def file(self) -> Path | None:
-        """The file to write."""
         return split_output(self.output)[1]
 
 

@@ -66,12 +66,10 @@ class Border:
 
     @cached_property
     def comes(self) -> Traffic:
-        """Values and gradients that come in."""
         return self.entering + self.entering_gradients
 
     @cached_property
     def goes(self) -> Traffic:
-        """Values and gradients that go out."""
         return self.leaving + self.leaving_gradients
 
     def __getitem__(self, places: Any) -> Border:

@@ -134,7 +134,6 @@ class BatchLayout:
 
     @property
     def samples(self) -> int:
-        """Number of samples of the example."""
         return int(self.leaves[self.positions[0]].shape[0])
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Batch:

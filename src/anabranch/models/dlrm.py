@@ -127,7 +127,6 @@ def clicks(sizes: DLRMSizes) -> workload_builders.Draw:
 
 
 def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
-    """Return DLRM on synthetic clicks."""
     features, tables = [sizes.features] * sizes.dense_branches, [sizes.rows] * sizes.sparse_branches
     return workload_builders.synthetic_workload(
         "dlrm",

@@ -89,7 +89,6 @@ def random_language(sizes: TransformerSizes) -> Draw:
 
 
 def workload(sizes: TransformerSizes, *, meta: bool = False) -> Workload:
-    """Return the language model on a synthetic language."""
     return synthetic_workload(
         "transformer",
         lambda: Transformer(sizes),

@@ -212,7 +212,6 @@ def warm_up_then_cosine(
 
 
 def shuffled(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the rows in random order."""
     return rows[torch.randperm(len(rows), generator=generator)]
 
 

@@ -34,7 +34,6 @@ Compute = tuple[int, int, bool, int]
 
 
 def compute_of(action: Action, device: int) -> Compute:
-    """Return the key of a compute on a device."""
     return action.stage, device, action.kind.is_forward, action.microbatch
 
 

@@ -44,7 +44,6 @@ class Kind(StrEnum):
 
     @cached_property
     def number(self) -> int:
-        """Index among the kinds."""
         return [*Kind].index(self)
 
     @cached_property
@@ -54,12 +53,10 @@ class Kind(StrEnum):
 
     @cached_property
     def is_send(self) -> bool:
-        """True for sends."""
         return self.value in ("SF", "SB")
 
     @cached_property
     def is_receive(self) -> bool:
-        """True for receives."""
         return self.value in ("RF", "RB")
 
     @cached_property

@@ -65,7 +65,6 @@ class StageCosts:
 
     @cached_property
     def mask(self) -> int:
-        """Bit mask of its operators."""
         return self.cost.graph.mask(self.stage.operators)
 
     @cached_property

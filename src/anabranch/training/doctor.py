@@ -70,7 +70,6 @@ class Examination:
 
     @property
     def capturable(self) -> bool:
-        """Return True if the model can be captured."""
         return not self.error
 
 

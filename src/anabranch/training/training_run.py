@@ -250,7 +250,6 @@ class TrainingRun(Generic[_Pipe]):
         return self._metrics if is_known else None
 
     def require_steps(self) -> None:
-        """Refuse a run that has made no steps."""
         if self.reporter.losses or self._evaluates_alone:
             return
         if INTERRUPT.agreed:

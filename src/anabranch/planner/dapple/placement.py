@@ -94,7 +94,6 @@ class Machines:
         self.number((0,) * (cluster.num_devices // self.size))
 
     def number(self, place: Place) -> int:
-        """Return the number of a place."""
         if place not in self._number:
             self._number[place] = len(self.places)
             self.places.append(place)

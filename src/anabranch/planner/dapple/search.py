@@ -385,7 +385,6 @@ def _bounds(suffix: Suffix, label: Any, free: int, runs: Runs) -> tuple[float, f
 
 
 def _suffix(label: Any) -> Suffix:
-    """Return the terms of a label's suffix."""
     pivot_s, between_s, warm_s = label.pivot_s, label.between_s, label.warm_s
     return Suffix(pivot_s, between_s, warm_s, label.back_s, label.ending_s, label.behind_s)
 

@@ -70,7 +70,6 @@ class RunTables:
 
     @cached_property
     def runs(self) -> Runs:
-        """Tables of every run."""
         cost, prices, footprint = self.row.cost, self.prices, self.row.matrices
         degrees = np.array(prices.degrees)
         devices = np.arange(cost.cluster.num_devices + 1)

@@ -108,7 +108,6 @@ class _ChainBuilder:
         return [(costs, tuple(named[name] for name in op.parameters)) for costs, op in pairs]
 
     def chain(self, node: Node) -> SeriesChain:
-        """Convert a part to a chain."""
         runs = list(self.runs(_flat(node)))
         items = [
             self._block(run[0])

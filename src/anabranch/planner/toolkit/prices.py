@@ -100,7 +100,6 @@ class MicrobatchPrices:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Micro-batches of one step."""
         return -(-self.batch_size // self.microbatch_size)
 
     def samples(self, degree: int) -> int:

@@ -125,7 +125,6 @@ class Reducer:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Buffers of the sums."""
         flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
         return [flat for flat in flats if flat is not None]
 

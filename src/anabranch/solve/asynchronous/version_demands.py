@@ -99,7 +99,6 @@ class Proposals:
 
     @property
     def count(self) -> int:
-        """Number of different proposals."""
         return len(self._proposed)
 
     def get(self, microbatch_size: int, demand: Demand) -> list[StageGraph]:
