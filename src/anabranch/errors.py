@@ -121,7 +121,7 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 def naming_line(
     subject: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
 ) -> Iterator[None]:
-    """Context that turns an error of the user's code into one of ours, with its line."""
+    """Context manager that turns an error of the user's code into one of ours, with its line."""
     try:
         yield
     except AnabranchError:

@@ -125,8 +125,8 @@ def _meeting_place() -> Iterator[Path]:
 def _catching_interrupts(
     flag: memoryview, on_interrupt: Callable[[], None] | None
 ) -> Iterator[None]:
-    """Context in which the first Ctrl-C or SIGTERM sets a flag, and the second one raises
-    KeyboardInterrupt.
+    """Context manager under which the first Ctrl-C or SIGTERM sets a flag, and the second one
+    raises KeyboardInterrupt.
     """
     if on_interrupt is None:
         yield

@@ -195,7 +195,7 @@ def stand_in_optimizer(
     workload: Workload, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
-    those given; None if there are none, or the recipe takes no others than the model's.
+    those given; None if there are none, or the recipe takes only the model's own.
     """
     parameters = stand_ins(workload) if parameters is None else parameters
     if not parameters:
@@ -230,10 +230,10 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
 
 
 def to_meta(batch: Batch) -> Batch:
-    """Return the same batch, nested alike, without values."""
+    """Return a batch without values, nested alike."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
 
 
 def with_article(word: str) -> str:
-    """``a tensor``, ``an int``."""
+    """Return a word with its article, such as ``an int``."""
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"

@@ -56,7 +56,7 @@ class CostModel:
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
             and in the seconds of the simulator, not in planners' own estimates.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
-        batch_size: samples of a step, for the rows of sparse gradients; 0 where nobody asks.
+        batch_size: samples of a step, for the rows of sparse gradients; 0 if not known.
     """
 
     profile: Profile
@@ -131,8 +131,8 @@ class CostModel:
 
     @remembered
     def split_passes(self, mask: int) -> tuple[StagePasses, float]:
-        """Bytes of a split backward besides kept bytes, and bytes per sample of gradients that wait
-        for those of weights: in the first half kept bytes stay, and waiting ones are added.
+        """Return the bytes of a split backward's first half besides kept bytes, which stay, with
+        gradients that wait for those of weights; and the bytes per sample of these alone.
         """
         ops, waiting = list(bits(mask)), set(self._waiting(mask))
         costs = self.profile.costs

@@ -63,7 +63,7 @@ def is_unread(tensor: Tensor) -> bool:
 
 
 class Loader:
-    """``Workload.data``, or ``eval_data``, made of an object that yields or holds samples.
+    """Function for ``Workload.data`` or ``eval_data``, from an object that yields or holds samples.
 
     Args:
         source: see ``loader_of``.
@@ -327,8 +327,8 @@ _of_parent: list[Any] = []
 def _drawn(
     items: Iterable[Any], seed: int, epoch: int, start: int, passed: int = 0
 ) -> Iterator[Any]:
-    """Generate the items of a sampler or a loader from ``start`` on; DataError if it ends before.
-    It may draw random numbers at every item. Its first item is number ``passed``.
+    """Generate the items of a sampler or a loader, which may draw random numbers at each, from
+    ``start`` on; its first item is number ``passed``. DataError if it ends before ``start``.
     """
     with seeded(seed, epoch, -1):
         iterator = iter(items)

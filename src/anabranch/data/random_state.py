@@ -19,7 +19,7 @@ def mixed_seed(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
-    """Seed torch (CPU), numpy and Python by these parts inside, and restore their states after."""
+    """Context manager that seeds torch (CPU), numpy and Python, and restores their states."""
     seed, ours = mixed_seed(*parts), torch.default_generator
     before, pythons, numpys = ours.get_state(), random.getstate(), np.random.get_state()
     ours.manual_seed(seed)

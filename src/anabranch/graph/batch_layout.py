@@ -101,7 +101,7 @@ class BatchLayout:
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the tensors of a batch by name, in the order of the example; ValueError if it is
-        not built as that is.
+        built otherwise.
         """
         leaves = _by_name(self.packed(batch))
         tensors = {n: leaf for n, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}

@@ -277,8 +277,8 @@ class Multimodal:
 
 @contextmanager
 def _gathered(model: Any, index: list[Tensor], share: int, sounds: Any) -> Iterator[dict[str, Any]]:
-    """Context in which tokens take features by an index within the sample, so that features of a
-    sample stay in it; yields further arguments of the model.
+    """Context manager under which tokens take features by an index within the sample, so that
+    features of a sample stay in it; yields further arguments of the model.
     """
     images, left = index[-1:], list(index)
 

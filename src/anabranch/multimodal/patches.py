@@ -196,10 +196,10 @@ class _SizesByPatch:
 
 @contextmanager
 def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
-    """Context in which attention of an encoder gets segments ``[slots, patches]`` for its bounds,
-    window indices are relative to their slot, and patches stay in the order of windows. ``shapes``
-    are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders that interpolate
-    positions themselves.
+    """Context manager under which attention of an encoder gets segments ``[slots, patches]`` in
+    place of bounds, window indices are relative to their slot, and patches stay in the order of
+    windows. ``shapes`` are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders
+    that interpolate positions themselves.
     """
 
     def forward(plain: Any) -> Any:

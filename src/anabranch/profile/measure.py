@@ -119,8 +119,8 @@ def measure(
 
 
 class Measurement:
-    """Measurement on the CPU in turns, between which the caller measures something else. So both
-    meet the same machine: the speed of a shared one changes from second to second.
+    """Measurement on the CPU in turns. The caller measures something else in between, so that
+    changes in the speed of a shared machine affect both alike.
 
     Args:
         samples: sample counts with which the model works.
@@ -364,8 +364,8 @@ class _Copies:
 def _left_as_it_was(
     module: nn.Module, device: torch.device, threads: int | None = None
 ) -> Iterator[None]:
-    """Pause garbage collection, set the number of threads and put gradients aside; all of it and
-    the random state come back at the end.
+    """Context manager that pauses garbage collection, sets the number of threads and puts gradients
+    aside; restores all of it and the random state.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)

@@ -24,7 +24,6 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph, part_of
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
-# NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
     from anabranch.compiled import Ints
 

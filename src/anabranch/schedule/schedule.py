@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from anabranch.errors import InvalidScheduleError
 from anabranch.remembered import remembered
 
-# NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
     from anabranch.compiled import Ints
 
