@@ -28,8 +28,8 @@ def difference(measured: Machine, here: Machine) -> str:
 
 
 class OtherLoad:
-    """Load since it was made by processes other than this one and its ended children; 0 if the
-    kernel does not tell (Linux does).
+    """Load by processes other than this one and its ended children, since the object was made; 0 if
+    the kernel does not tell (Linux does).
     """
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ def unfit_arguments(module: nn.Module, batch: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPacking:
     """Packing of a user's own module.
 
     Attributes:
@@ -111,7 +111,9 @@ class Rows:
     samples_in: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
-    def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
+    def of(
+        example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]
+    ) -> RowPacking:
         """Return the packing of an example: as given, and as the shapes of other tensors show it.
 
         ``labels`` has the number of samples. A tensor with a multiple of it in dimension 0 has rows
@@ -137,7 +139,7 @@ class Rows:
                     dims[name] = 1
                 elif len(sizes) == 2 and sizes[0] > samples and sizes[0] % samples == 0:
                     numbers[name] = sizes[0] // samples, ""
-        packing = Rows(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
+        packing = RowPacking(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
         if seen := [
             *(f"{name} has {k} rows per sample" for name, k, _ in packing.rows if name not in rows),
             *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),

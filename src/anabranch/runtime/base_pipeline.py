@@ -61,7 +61,7 @@ class BasePipeline:
         return pipeline
 
     def _take_over(self, saved: Checkpoint) -> None:
-        """Take over what only a pipeline of this kind has in its checkpoints."""
+        """Load the entries of a checkpoint that only a pipeline of this kind writes."""
 
     @classmethod
     def from_weights(cls, path: str | Path, workload: Workload, plan: Plan, **options: Any) -> Self:

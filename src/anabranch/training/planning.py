@@ -9,7 +9,7 @@ from typing import Any
 from anabranch.calibration.kept import calibrated
 from anabranch.calibration.machine import OtherLoad
 from anabranch.cluster import Cluster
-from anabranch.device.kinds import CPU, USUAL, is_measured
+from anabranch.device.kinds import CPU, GPU, is_measured
 from anabranch.errors import warn
 from anabranch.graph.capture import Captured, capture_to_plan
 from anabranch.graph.opgraph import Granularity, Precision
@@ -73,7 +73,7 @@ def plan_workload(
         if names or chosen is None:
             chosen = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))
         is_here = is_measured(where)
-        chosen = chosen.under_autocast(precision, where.split(":")[0] if is_here else USUAL)
+        chosen = chosen.under_autocast(precision, where.split(":")[0] if is_here else GPU)
         if not is_here:
             return estimate(chosen, where, counts)
         load = OtherLoad()

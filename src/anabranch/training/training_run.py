@@ -97,8 +97,8 @@ class TrainingRun(Generic[_Pipe]):
         self.batches = islice(batches, None if steps is None else max(steps - done, 0))
 
     def _take_over(self, copied: Mapping[str, Any], save_every: SaveEvery | None) -> None:
-        """Go on from a copy in memory. The checkpoint of its step may be unfinished, so all before
-        that step count as saved; and so may one for which the evaluation of that step asked.
+        """Go on from a copy in memory. Only checkpoints before its step count as saved: that of its
+        step, and one that the evaluation of its step asked for, may be unfinished.
         """
         self._first_step, self._copied_step = int(copied["first_step"]), self.pipe.step_number
         self._saved_step = self.pipe.step_number - 1
@@ -249,7 +249,6 @@ class TrainingRun(Generic[_Pipe]):
         return self._metrics if is_known else None
 
     def require_steps(self) -> None:
-        """Refuse a run that has made no steps."""
         if self.reporter.losses or self._evaluates_alone:
             return
         if INTERRUPT.agreed:

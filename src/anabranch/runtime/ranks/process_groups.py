@@ -234,7 +234,7 @@ def abort(groups: Collection[dist.ProcessGroup]) -> None:
 
 
 def _abort(groups: Collection[dist.ProcessGroup]) -> None:
-    backend: Any = next(iter(groups))._get_backend(accelerator.usual())
+    backend: Any = next(iter(groups))._get_backend(accelerator.default_gpu())
     backend._group_start()
     try:
         for group in groups:
