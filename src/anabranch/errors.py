@@ -1,37 +1,39 @@
 """Every exception that anabranch raises on purpose::
 
     AnabranchError
-     +-- WorkloadError           the user's own function that makes the workload, or recipe, raised
-     +-- CaptureError            the model could not be turned into a graph of operators
-     +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
-     +-- OutputError             a file or folder that is to be written cannot be
-     +-- ProfileError            a profile lacks costs that were asked for
-     +-- InfeasiblePlanError     no plan fits the devices
-     +-- BudgetError             a search would exceed its limit of states or time
-     +-- SearchStoppedError      the user ended a search before its first plan
-     +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
-     +-- NotExpressibleError     another program has no form for a plan
-     +-- PolicyError             no such weight policy, or it does not fit optimizer, plan or model
-     +-- InvalidScheduleError    an order of actions that no device could execute
-     |    +-- DeadlockError      every device waits for another
-     |    +-- UnknownScheduleError  a plan names a schedule that does not exist
-     +-- DataError               a data set is missing, damaged, or raised while it was read
-     |    +-- LoaderError        the user's own function, or loader, that yields batches raised
-     +-- TrainingError           the run itself cannot go on
-          +-- StageFailedError   one rank failed; the others were stopped
-          +-- NonFiniteError     the loss or a gradient became NaN or infinite
+     +-- WorkloadError
+     +-- CaptureError
+     +-- FileFormatError
+     +-- OutputError
+     +-- ProfileError
+     +-- InfeasiblePlanError
+     +-- BudgetError
+     +-- SearchStoppedError
+     +-- InvalidPlanError
+     +-- NotExpressibleError
+     +-- PolicyError
+     +-- InvalidScheduleError
+     |    +-- DeadlockError
+     |    +-- UnknownScheduleError
+     +-- DataError
+     |    +-- LoaderError
+     +-- TrainingError
+          +-- StageFailedError
+          +-- NonFiniteError
 
 A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 """
 
 import difflib
 import os
+import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 
 class AnabranchError(Exception):
@@ -39,7 +41,7 @@ class AnabranchError(Exception):
 
 
 class WorkloadError(AnabranchError):
-    """The user's own module, its function that makes the workload, or a recipe of it, raised."""
+    """The user's module, function that makes the workload, or recipe raised an exception."""
 
 
 class CaptureError(AnabranchError):
@@ -51,11 +53,11 @@ class FileFormatError(AnabranchError):
 
 
 class OutputError(AnabranchError):
-    """A file or folder that is to be written cannot be; raised before anything is done."""
+    """A file or folder cannot be written; raised before anything is done."""
 
 
 class ProfileError(AnabranchError):
-    """A profile lacks costs that were asked for."""
+    """A profile lacks the costs that are needed."""
 
 
 class NotExpressibleError(AnabranchError):
@@ -79,7 +81,7 @@ class InvalidPlanError(AnabranchError):
 
 
 class PolicyError(AnabranchError):
-    """There is no such weight policy, or it does not fit the optimizer, the plan or the model."""
+    """No such weight policy exists, or it does not fit the optimizer, the plan or the model."""
 
 
 class InvalidScheduleError(AnabranchError):
@@ -95,11 +97,11 @@ class UnknownScheduleError(InvalidScheduleError, ValueError):
 
 
 class DataError(AnabranchError):
-    """A data set is missing, damaged, or raised while it was read."""
+    """A data set is missing or damaged, or reading it raised an exception."""
 
 
 class LoaderError(DataError):
-    """The user's own function or loader that yields batches raised; the message names the line."""
+    """The user's function or loader of batches raised an exception; the message names the line."""
 
 
 class TrainingError(AnabranchError):
@@ -121,7 +123,7 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 def naming_line(
     subject: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
 ) -> Iterator[None]:
-    """Convert errors of the user's code inside the block into one of ours that has its line."""
+    """Context manager that turns an error of the user's code into one of ours, with its line."""
     try:
         yield
     except AnabranchError:
@@ -131,7 +133,7 @@ def naming_line(
 
 
 def with_line(subject: str, error: Exception, otherwise: str = "its import") -> str:
-    """Describe an error of the user's code on one line, with the line that raised it."""
+    """Describe an error of the user's code in one line of text, with the line that raised it."""
     text = " ".join(str(error).split())
     return f"{subject} at {_line_of(error, otherwise)}: {type(error).__name__}: {text}"
 
@@ -152,6 +154,18 @@ def _line_of(error: Exception, otherwise: str = "its import") -> str:
     frame = own[-1] if own else frames[0]
     where = "" if frame.name == "<module>" else f", in {frame.name}"
     return f"{_from_here(frame.filename)}:{frame.lineno}{where}"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line of the user's; at no line where there is none, as in a rank that
+    has been started with a function of ours.
+    """
+    skipped = ("<", _OURS, *_installed())
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def shadowed(error: Exception) -> str:
@@ -185,8 +199,8 @@ def _from_here(file: str) -> str:
     return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return a question after the nearest name, if one is near, to follow a misspelt one."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `` (is NAME meant?)`` with the known name nearest to a misspelt one, if any is."""
     close = difflib.get_close_matches(name, [*known], 1)
     return f" (is {close[0]} meant?)" if close else ""
 

@@ -96,8 +96,8 @@ def run(
     version()  # which reads all of our source: once here, for all ranks
     shared = memoryview(mmap.mmap(-1, 8 * (HEARTBEAT_INTS * num_ranks + 1))).cast("q")
     pages, flag = shared[:-1], shared[-1:]
-    with _meeting_place() as store, _telling(flag, on_interrupt):
-        ranks = _Ranks(function, num_ranks, pages, flag, store, survival)
+    with _meeting_place() as store, _catching_interrupts(flag, on_interrupt):
+        ranks = _RankProcesses(function, num_ranks, pages, flag, store, survival)
         try:
             ranks.start(range(num_ranks), args)
             return ranks.collect(timeout, stall_timeout, patience)
@@ -122,9 +122,11 @@ def _meeting_place() -> Iterator[Path]:
 
 
 @contextmanager
-def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Iterator[None]:
-    """Inside, the first Ctrl-C or SIGTERM sets a flag, and only the second is obeyed at once, as a
-    KeyboardInterrupt.
+def _catching_interrupts(
+    flag: memoryview, on_interrupt: Callable[[], None] | None
+) -> Iterator[None]:
+    """Context manager under which the first Ctrl-C or SIGTERM sets a flag, and the second one
+    raises KeyboardInterrupt.
     """
     if on_interrupt is None:
         yield
@@ -143,8 +145,8 @@ def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Itera
         yield
 
 
-class _Ranks:
-    """The parent's side: processes, their pipes, what they said."""
+class _RankProcesses:
+    """Processes of all ranks, with their results and failures, in the parent."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class _Ranks:
     ) -> None:
         self._function, self._store, self._survival = function, store, survival
         self._pages, self._flag = pages, flag
-        self._members = [_Member(number) for number in range(num_ranks)]
+        self._members = [_RankProcess(number) for number in range(num_ranks)]
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
         self._dead: dict[int, Failure] = {}  # of ranks that are to be replaced
@@ -165,7 +167,6 @@ class _Ranks:
         self._recovery = Recoveries()
 
     def start(self, ranks: Iterable[int], args: tuple[Any, ...]) -> None:
-        """Fork some ranks."""
         context, parent, attempt = multiprocessing.get_context("fork"), os.getpid(), self._attempt
         for rank in ranks:
             member = self._members[rank]
@@ -199,7 +200,7 @@ class _Ranks:
             limit = min(TIMEOUTS.look_s, stall_timeout / 4) if stall_timeout else TIMEOUTS.look_s
             if deadline is not None:
                 limit = min(limit, max(deadline - time.monotonic(), 0.0))
-            pending -= self._hear(pending, limit)
+            pending -= self._poll(pending, limit)
             if problem := self._problem(watch, pending):
                 stalled = watch.held_up_by
                 if self._survival is None or stalled is None:
@@ -219,7 +220,7 @@ class _Ranks:
         return [self._results[rank] for rank in range(len(self._members))]
 
     def _problem(self, watch: Watch, pending: set[int]) -> AnabranchError | None:
-        """Return why the ranks cannot go on, as far as their heartbeats tell."""
+        """Return why the ranks cannot go on, if their heartbeats show it."""
         now = time.monotonic()
         for rank in range(len(self._members)):
             watch.note(rank, self._page(rank).tolist(), now, is_done=rank not in pending)
@@ -235,8 +236,8 @@ class _Ranks:
             return False
         return state.rpartition(")")[2].split()[0] in "Tt"
 
-    def _hear(self, pending: set[int], limit: float | None) -> set[int]:
-        """Wait for news, note it, and return the ranks that have ended or are done."""
+    def _poll(self, pending: set[int], limit: float | None) -> set[int]:
+        """Wait for messages or ends of ranks, note them, and return these ranks."""
         # A pipe becomes readable when its rank speaks, and also when it dies without a word.
         ready = wait([self._members[rank].pipe for rank in pending], limit)
         heard = {rank for rank in pending if self._members[rank].pipe in ready}
@@ -257,7 +258,7 @@ class _Ranks:
         return heard
 
     def _recover(self) -> None:
-        """Bring the ranks together again: those that are left, and a new one for each dead one."""
+        """Start a new attempt: with the ranks that are left, and a new one for each dead one."""
         survival, began = self._survival, time.monotonic()
         assert survival is not None
         everyone = set(range(len(self._members)))
@@ -267,7 +268,7 @@ class _Ranks:
             left = began + TIMEOUTS.regroup_s - time.monotonic()
             if left <= 0:
                 break
-            self._hear(waited, left)
+            self._poll(waited, left)
             if self._failures:
                 raise self._cause(waited)
         moment = survival.copies.newest
@@ -324,7 +325,7 @@ class _Ranks:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            pending -= self._hear(pending, left)
+            pending -= self._poll(pending, left)
         first = min(self._failures.values(), key=lambda f: (f.is_consequence, f.rank))
         if first.is_consequence and pending:
             return StageFailedError(f"{first.message}; still busy: {self._places(pending)}")
@@ -345,10 +346,8 @@ class _Ranks:
             member.end(5.0 if done else 0.0)
 
 
-class _Member:
-    """A rank's process, if it has one, and pipe; ``number`` is that of its device, and first of its
-    rank.
-    """
+class _RankProcess:
+    """Process of a rank, if one runs, and its pipe; ``number``: index of its device in the plan."""
 
     pipe: Connection
 

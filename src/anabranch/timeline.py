@@ -115,8 +115,8 @@ class Timeline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of the step by what the mean device does: ``compute``, each kind of overhead, and
-        ``wait`` for the rest.
+        """Seconds of the step by activity of the mean device: ``compute``, each kind of overhead,
+        and ``wait`` for the rest.
         """
         spent = {"compute": sum(self.busy_s.values())}
         for span in self.overheads:

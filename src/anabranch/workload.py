@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.utils._pytree import tree_map_only
 
 from anabranch.data.loaders import Loader, loader_of
-from anabranch.data.packed import PackedBatch, Rows
+from anabranch.data.packed import PackedBatch, RowPacking
 from anabranch.errors import WorkloadError, naming_line
 
 Batch = Any
@@ -138,11 +138,11 @@ class Workload:
                     f"rank for its own stages, not {with_article(made)}; write "
                     f"{name}=functools.partial({made}, ...) or another function, or leave it out"
                 )
-        packing = Rows()
+        packing = RowPacking()
         if not isinstance(self.example, PackedBatch):
-            packing = Rows.of(self.example, self.rows, self.samples_in)
+            packing = RowPacking.of(self.example, self.rows, self.samples_in)
             object.__setattr__(self, "example", packing.packed(self.example))
-        elif isinstance(self.example.packing, Rows):  # that of the Workload which this one replaces
+        elif isinstance(self.example.packing, RowPacking):  # of the Workload that this one replaces
             packing = self.example.packing
         object.__setattr__(self, "buckets", [*map(packing.packed, self.buckets)])
         object.__setattr__(self, "data", loader_of(self.data, shuffle=True, packing=packing))
@@ -195,7 +195,7 @@ def stand_in_optimizer(
     workload: Workload, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
-    those given; None if there are none, or the recipe takes no others than the model's.
+    those given; None if there are none, or the recipe takes only the model's own.
     """
     parameters = stand_ins(workload) if parameters is None else parameters
     if not parameters:
@@ -230,10 +230,10 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
 
 
 def to_meta(batch: Batch) -> Batch:
-    """Return the same batch, nested alike, without values."""
+    """Return a batch without values, nested alike."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
 
 
 def with_article(word: str) -> str:
-    """``a tensor``, ``an int``."""
+    """Return a word with its article, such as ``an int``."""
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"

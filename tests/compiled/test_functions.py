@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from anabranch.compiled import Floats, begin, compiled, compiled_if_worth
+from anabranch.compiled import Floats, compile_ahead, compiled, compiled_if_worth
 from anabranch.compiled import functions as module
 from anabranch.compiled.functions import Compiled, private_folder
 from anabranch.planner.auto.evaluator import Evaluator
@@ -185,13 +185,13 @@ def test_a_damaged_file_is_compiled_anew(cache, kind):
 def test_processes_beside_this_one_compile(cache):
     """The first call waits for them and takes what they have kept."""
     function = compiled(add_scaled)
-    begin({function: lambda: function(*arguments())})
+    compile_ahead({function: lambda: function(*arguments())})
     begun = dict(module._begun)
     assert (function in begun) == (module.forked.cores() > 1)
-    begin({function: pytest.fail})  # no second process, whose pipe nobody would close
+    compile_ahead({function: pytest.fail})  # no second process, whose pipe nobody would close
     assert module._begun == begun
     require_right(function)
-    begin({compiled(add_scaled): pytest.fail})  # it is kept
+    compile_ahead({compiled(add_scaled): pytest.fail})  # it is kept
 
 
 def evaluated_and_simulated() -> list[float]:

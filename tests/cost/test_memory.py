@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.cost.footprint import Border, ParameterBytes, StageFootprint, Traffic
 from anabranch.cost.memory import DeviceMemory, OptimizerBytes, StageBytes, deal, device_memory
-from anabranch.cost.stage_weights import Border, Held, StageWeights, Traffic
 from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
@@ -20,8 +20,8 @@ from anabranch.profile.profile import OpCost, Profile, UpdateCost
 #  kept           10
 #  entering        4
 #  gradients       6 come back for what leaves, and 5 bytes whatever the samples
-WEIGHTS = StageWeights(
-    Held(1000, 800, 0, 0),
+FOOTPRINT = StageFootprint(
+    ParameterBytes(1000, 800, 0, 0),
     10,
     Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0)),
     300,
@@ -33,13 +33,13 @@ PROFILE = Profile(OpGraph((Op("any"),), ()), (1,), (OpCost((1.0,), (1.0,), 0),),
 
 
 def memory(
-    weights: StageWeights = WEIGHTS, size: Any = 8, replicas: Any = 3, **options: Any
+    footprint: StageFootprint = FOOTPRINT, size: Any = 8, replicas: Any = 3, **options: Any
 ) -> DeviceMemory:
     """Micro-batches of 8 on 3 replicas, so 3 samples on the fullest; Adam, one receive ahead."""
     settings = ("optimizer_factor", "shard_optimizer")
     chosen = {name: options.pop(name) for name in settings if name in options}
     cost = CostModel(PROFILE, Cluster.preset("local:1"), **chosen)
-    return cost.memory(weights, size, replicas, **options)
+    return cost.memory(footprint, size, replicas, **options)
 
 
 def test_the_formula():
@@ -54,9 +54,9 @@ def test_the_formula():
 
 def test_what_does_not_grow_with_the_samples_is_kept_by_every_micro_batch():
     """Casts of weights, 7 bytes: with recomputation once, in the backward."""
-    weights = replace(WEIGHTS, kept_fixed=7)
-    assert memory(weights) == DeviceMemory(3435, 12 + 30 + 7, 300, 1600)
-    assert memory(weights, recompute=True) == DeviceMemory(3435, 12, 300 + 30 + 7, 1600)
+    footprint = replace(FOOTPRINT, kept_fixed=7)
+    assert memory(footprint) == DeviceMemory(3435, 12 + 30 + 7, 300, 1600)
+    assert memory(footprint, recompute=True) == DeviceMemory(3435, 12, 300 + 30 + 7, 1600)
 
 
 @pytest.mark.parametrize(("replicas", "terms"), [(1, 0), (2, 1), (3, 2), (8, 2)])
@@ -65,8 +65,8 @@ def test_sums_take_a_bucket_at_a_time(replicas, terms):
 
     def sums(trainable, largest):
         nothing = Border(*(Traffic(0, 0),) * 4)
-        weights = StageWeights(Held(trainable, trainable, 0, 0), 0, nothing, largest)
-        return memory(weights, replicas=replicas).sums
+        footprint = StageFootprint(ParameterBytes(trainable, trainable, 0, 0), 0, nothing, largest)
+        return memory(footprint, replicas=replicas).sums
 
     assert sums(100, 10) == terms * 100
     assert sums(2**30, 10) == terms * 25 * 2**20
@@ -91,8 +91,8 @@ def test_state_of_the_optimizer_is_as_measured():
     """Here .5 of the 800 bytes, unless a factor is given."""
     profile = replace(PROFILE, update=UpdateCost(0.0, 0.0, 0.0, state=0.5))
     cost = CostModel(profile, Cluster.preset("local:1"))
-    assert memory().resident - cost.memory(WEIGHTS, 8, 3).resident == 1.5 * 800
-    assert replace(cost, optimizer_factor=2.0).memory(WEIGHTS, 8, 3) == memory()
+    assert memory().resident - cost.memory(FOOTPRINT, 8, 3).resident == 1.5 * 800
+    assert replace(cost, optimizer_factor=2.0).memory(FOOTPRINT, 8, 3) == memory()
 
 
 @pytest.mark.parametrize(("replicas", "held"), [(1, 800), (2, 400), (4, 200)])
@@ -115,18 +115,20 @@ def test_sparse_gradients_are_the_rows_of_a_batch():
     largest is a gradient of 100 bytes. There are two terms of the 300 whole ones while these are
     summed, or all rows and what they add up to.
     """
-    rows = replace(WEIGHTS, held=Held(1000, 800, 500, 60), largest_gradient=100)
+    rows = replace(FOOTPRINT, held=ParameterBytes(1000, 800, 500, 60), largest_gradient=100)
     whole, sparse = memory(), memory(rows)
     assert whole.resident - sparse.resident == 500 - 60 / 3
     assert sparse.sums == 600
-    assert memory(replace(rows, held=Held(1000, 800, 500, 400))).sums == 2 * 400
+    assert memory(replace(rows, held=ParameterBytes(1000, 800, 500, 400))).sums == 2 * 400
     assert rows.held.summed == 800 - 500 + 60 / 2
 
 
 def test_frozen_parameters():
     """No gradient, no optimizer state, one version."""
     nothing = Border(*(Traffic(0, 0),) * 4)
-    assert memory(StageWeights(Held(70, 0, 0, 0), 0, nothing), versions=3) == DeviceMemory(70, 0, 0)
+    assert memory(
+        StageFootprint(ParameterBytes(70, 0, 0, 0), 0, nothing), versions=3
+    ) == DeviceMemory(70, 0, 0)
 
 
 def test_what_fits_into_a_device():
@@ -153,9 +155,9 @@ def test_micro_batches_that_take_nothing_fit_all_or_none():
 def test_many_stages_at_once():
     """Arrays have the numbers of the stages one by one."""
     sizes, replicas = np.array([8, 4]), np.array([3, 1])
-    many = memory(WEIGHTS, sizes, replicas, recompute=True)
+    many = memory(FOOTPRINT, sizes, replicas, recompute=True)
     for i in range(2):
-        one = memory(WEIGHTS, sizes[i], replicas[i], recompute=True)
+        one = memory(FOOTPRINT, sizes[i], replicas[i], recompute=True)
         assert (many.peak(2)[i], many.most_in_flight(3600, 9)[i]) == (
             one.peak(2),
             one.most_in_flight(3600, 9),

@@ -12,7 +12,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.profile.profile import OpCost, Profile, between, row_below
+from anabranch.profile.profile import OpCost, Profile, interpolated, interpolation_at
 from tests.strategies import op_graphs
 
 #  batch --> a --x--> b --y--> d      x: 10 bytes per sample, read by b and c
@@ -153,8 +153,8 @@ def test_allreduce():
 
 def test_tied_parameters_count_once_per_stage():
     """a and b share w; f takes no gradient."""
-    assert cost_model().stage_held_bytes([0, 1]).parameters == 1200
-    assert cost_model().stage_held_bytes([0, 3])[:2] == (1070, 1000)
+    assert cost_model().stage_parameter_bytes([0, 1]).parameters == 1200
+    assert cost_model().stage_parameter_bytes([0, 3])[:2] == (1070, 1000)
 
 
 def test_border_of_a_stage():
@@ -206,11 +206,11 @@ def test_what_a_pass_takes_besides() -> None:
         for op, cost in zip(OPS, plain.profile.costs, strict=True)
     )
     cost = replace(plain, profile=replace(plain.profile, costs=costs))
-    assert cost.weights(0b111).passes.at(2) == 3 * 1000 + 2 * (40 - 30 - 20)
-    assert cost.weights(0b110).passes.at(2) == 1000 + 2 * (60 - 30)
-    assert cost.weights(0b101).passes.at(2) == 1000 + 2 * (40 - 30)
-    assert cost.weights(0b101).passes.at(100) == 100 * 25
-    assert cost.weights(0b1).passes.at(2) == 1000 + 2 * 40
+    assert cost.footprint(0b111).passes.at(2) == 3 * 1000 + 2 * (40 - 30 - 20)
+    assert cost.footprint(0b110).passes.at(2) == 1000 + 2 * (60 - 30)
+    assert cost.footprint(0b101).passes.at(2) == 1000 + 2 * (40 - 30)
+    assert cost.footprint(0b101).passes.at(100) == 100 * 25
+    assert cost.footprint(0b1).passes.at(2) == 1000 + 2 * 40
 
 
 @given(op_graphs(), st.data())
@@ -233,7 +233,7 @@ def test_border_agrees_with_the_definition(graph, data):
 
 def test_seconds_are_exact_where_they_were_measured():
     """At either end of a line between counts; planners that compile it find the same."""
-    assert row_below(1, (1, 2, 4)) == (0, 0.0)
-    assert row_below(2, (1, 2, 4)) == (0, 1.0)
-    assert row_below(3, (1, 2, 4)) == (1, 0.5)
-    assert [between(0.1, 0.7, share) for share in (0.0, 1.0)] == [0.1, 0.7]
+    assert interpolation_at(1, (1, 2, 4)) == (0, 0.0)
+    assert interpolation_at(2, (1, 2, 4)) == (0, 1.0)
+    assert interpolation_at(3, (1, 2, 4)) == (1, 0.5)
+    assert [interpolated(0.1, 0.7, share) for share in (0.0, 1.0)] == [0.1, 0.7]

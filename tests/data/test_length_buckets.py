@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anabranch.data.length_buckets import LengthBuckets
-from anabranch.data.packed import PackedBatch, Rows
+from anabranch.data.packed import PackedBatch, RowPacking
 from anabranch.errors import DataError
 
 FILL = {"input_ids": 9, "attention_mask": 0, "labels": -100}
@@ -86,7 +86,7 @@ def test_batches_that_are_packed_are_padded_before() -> None:
     """Their indices count the tokens of a sample, so all have to be of one length."""
 
     def collate(samples: list[list[int]]) -> PackedBatch:
-        return PackedBatch(padded(samples), Rows())
+        return PackedBatch(padded(samples), RowPacking())
 
     assert LengthBuckets.of([sentences([7] * 5)], collate, 2, FILL) is None
     with pytest.raises(ValueError, match=r"input_ids.*multimodal_batch has made cannot be padded"):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import anabranch
 from anabranch.data.columns import Columns
-from anabranch.data.packed import PackedBatch, Rows
+from anabranch.data.packed import PackedBatch, RowPacking
 from anabranch.errors import DataError
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import rule_named
@@ -60,7 +60,7 @@ def batch(samples: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
 def test_samples_are_in_front_and_come_back_for_the_module() -> None:
     """Nested, moved and pickled as a dict is."""
     own = batch(4)
-    packed = Rows((("patches", ROWS, ""),), (("positions", 1),)).packed(own)
+    packed = RowPacking((("patches", ROWS, ""),), (("positions", 1),)).packed(own)
     assert packed.tensors["patches"].shape == (4, ROWS, 6)
     assert packed.tensors["positions"].shape == (4, 3, TOKENS)
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_one_process() -> None:
 
 def test_rows_of_one_sample_never_move_into_the_next() -> None:
     """A wrong total is refused, and wrong counts whose total is right."""
-    rows = Rows((("patches", ROWS, ""),), (("positions", 1),))
+    rows = RowPacking((("patches", ROWS, ""),), (("positions", 1),))
     own = batch(4)
     with pytest.raises(DataError, match=r"4 samples have 19 rows of patches; .* each has 5"):
         rows.packed({**own, "patches": own["patches"][:19]})
@@ -125,7 +125,7 @@ def test_rows_of_one_sample_never_move_into_the_next() -> None:
 def test_every_kind_of_data_gives_the_same_batches() -> None:
     """A function, batches, and single samples, which are put in front when they are stacked."""
     own = batch(4)
-    stacked = Rows((("patches", ROWS, ""),), (("positions", 1),)).packed(own).tensors
+    stacked = RowPacking((("patches", ROWS, ""),), (("positions", 1),)).packed(own).tensors
     samples = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(4)]
 
     def function(size: int, epoch: int) -> Iterator[Any]:
@@ -145,7 +145,7 @@ def test_every_kind_of_data_gives_the_same_batches() -> None:
 def test_a_workload_that_replaces_another_knows_its_rows() -> None:
     """Single samples are put in front when they are stacked, by the packing of the example."""
     own = batch(4)
-    stacked = Rows((("patches", ROWS, ""),), (("positions", 1),)).packed(own).tensors
+    stacked = RowPacking((("patches", ROWS, ""),), (("positions", 1),)).packed(own).tensors
     samples = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(4)]
     workload = replace(Workload(Model(), own, **SAID), data=samples)
     (given,) = workload.data(4, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import anabranch
-from anabranch.device.kinds import ACCELERATORS, OWN_ERRORS, USUAL, kind_of
+from anabranch.device.kinds import ACCELERATORS, GPU, OWN_ERRORS, kind_of
 
 SOURCE = Path(anabranch.__file__).parent
 
@@ -15,14 +15,14 @@ def test_one_file_names_the_usual_accelerator() -> None:
     naming = [
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if USUAL in path.read_text(encoding="utf-8").lower()
+        if GPU in path.read_text(encoding="utf-8").lower()
     ]
     assert naming == ["device/kinds.py"]
 
 
 def test_a_kind_is_found_with_an_index_and_without() -> None:
     """As users and torch write it; anything else is treated as the host is."""
-    assert kind_of(f"{USUAL}:3") is kind_of(USUAL) is ACCELERATORS[USUAL]
+    assert kind_of(f"{GPU}:3") is kind_of(GPU) is ACCELERATORS[GPU]
     assert kind_of("cpu") is kind_of("meta")
 
 

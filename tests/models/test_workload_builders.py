@@ -9,7 +9,7 @@ from anabranch.models.workload_builders import (
     SYNTHETIC,
     class_patterns,
     dataset_workload,
-    seeded,
+    seeded_generator,
     shuffled,
     stream,
     under_noise,
@@ -21,9 +21,9 @@ from anabranch.models.workload_builders import (
 def test_every_number_of_a_seed_counts() -> None:
     """Neighbouring seeds, and the same numbers in another order, give other draws."""
     seeds = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
-    draws = [torch.rand(1, generator=seeded(*seed)).item() for seed in seeds]
+    draws = [torch.rand(1, generator=seeded_generator(*seed)).item() for seed in seeds]
     assert len(set(draws)) == len(seeds)
-    assert torch.rand(1, generator=seeded(0, 1)).item() == draws[3]
+    assert torch.rand(1, generator=seeded_generator(0, 1)).item() == draws[3]
 
 
 def test_no_batch_occurs_twice_in_training_or_evaluation() -> None:
@@ -37,14 +37,14 @@ def test_no_batch_occurs_twice_in_training_or_evaluation() -> None:
 def test_a_pattern_under_noise_has_the_stated_strength() -> None:
     """The mean over many samples is the pattern times the signal, at every place of the shape."""
     pattern = torch.tensor([[1.0, -1.0]]).expand(20_000, 2)
-    mean = under_noise(pattern, (3, 2), seeded(0)).mean(0)
+    mean = under_noise(pattern, (3, 2), seeded_generator(0)).mean(0)
     expected = SYNTHETIC.signal * torch.tensor([1.0, -1.0]).expand(3, 2)
     torch.testing.assert_close(mean, expected, atol=0.05, rtol=0)
 
 
 def test_each_tower_shows_the_class() -> None:
     """Samples of one class are alike in every tower, apart from noise."""
-    batch = class_patterns([(4, 64), (64,)], 2, seed=0)(200, seeded(1))
+    batch = class_patterns([(4, 64), (64,)], 2, seed=0)(200, seeded_generator(1))
     for inputs in batch["inputs"]:
         flat = inputs.flatten(1)
         first, second = (flat[batch["target"] == c].mean(0) for c in (0, 1))

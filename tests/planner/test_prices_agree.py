@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets, Pairs
+from anabranch.cost.nested_sets import NestedSets, Pairs
 from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter, bits
 from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.pipedream.terms import Terms, tiers
@@ -146,7 +146,7 @@ def test_periods_are_made_of_the_simulators_seconds(case):
     compute = sum(costs.compute_s(stage, n))
     border, price = cost.border(case.mask), cost.border_price(mode.replicas)
     comes, goes = border.comes.at(n), border.goes.at(n)
-    nbytes = cost.stage_held_bytes(bits(case.mask)).summed
+    nbytes = cost.stage_parameter_bytes(bits(case.mask)).summed
     reduce_s = cost.all_reduce_s(nbytes, range(mode.replicas))
     if not cost.tied and mode.replicas > 1 and nbytes:
         (ring,) = (ring for ring in costs.all_reduces() if ring.stages == (stage,))

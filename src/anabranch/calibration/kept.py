@@ -16,7 +16,6 @@ COMMAND = "anabranch cluster --calibrate"
 
 
 def cache_file() -> Path:
-    """Path of the kept calibration."""
     return cache_folder() / "calibration.json"
 
 

@@ -59,7 +59,6 @@ class Converted:
 
 
 def is_distributed(folder: FilePath) -> bool:
-    """Return True for the folder of a distributed checkpoint of PyTorch."""
     return (Path(folder) / ".metadata").is_file()
 
 

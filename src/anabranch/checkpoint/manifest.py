@@ -191,12 +191,10 @@ def checksum_of(document: Mapping[str, Any]) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document with its checksum."""
     return {**document, "checksum": checksum_of(document)}
 
 
 def file_checksum(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

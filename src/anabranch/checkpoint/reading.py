@@ -250,7 +250,6 @@ class Checkpoint(SavedState):
         return {first: every for first, every in listed.items() if every}
 
     def _read_stored(self, key: str) -> Tensor:
-        """Read a tensor as it is stored."""
         entry = self.manifest.tensors[key]
         path = self.folder / entry.file
         tensor = read_tensor(path, key)

@@ -102,7 +102,6 @@ class Target:
         return self.folder.with_name(f".{self.folder.name}.{self.id}.partial")
 
     def file(self, rank: int) -> Path:
-        """Return the file of one rank's tensors."""
         return self.partial / f"rank-{rank}.safetensors"
 
     def description(self, rank: int) -> Path:

@@ -225,7 +225,6 @@ def _version(delay: int, ahead: int) -> str:
 
 
 def plan_or_error(planner: str, plan: Plan | AnabranchError) -> dict[str, Any]:
-    """Return the document of a plan, or of the error in its place."""
     from anabranch.files import plan_to_dict
 
     if isinstance(plan, AnabranchError):
@@ -324,7 +323,6 @@ def digits(value: float | None) -> str:
 
 
 def plans_among(results: Mapping[_Key, Plan | AnabranchError]) -> dict[_Key, Plan]:
-    """Return the results that are plans."""
     return {key: plan for key, plan in results.items() if not isinstance(plan, AnabranchError)}
 
 

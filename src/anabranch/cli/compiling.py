@@ -12,7 +12,7 @@ def begin_compiling(planner: str) -> None:
     if planner not in ("auto", "chain"):
         return
     from anabranch.cluster import Cluster
-    from anabranch.compiled import begin
+    from anabranch.compiled import compile_ahead
     from anabranch.cost import CostModel
     from anabranch.graph.opgraph import Op, OpGraph
     from anabranch.planner.auto.draft import draft_of
@@ -41,4 +41,4 @@ def begin_compiling(planner: str) -> None:
 
     os.environ.setdefault("NUMBA_OPT", "1")  # compiles in four fifths of the time, as quick a code
     simulate = partial(plan, profile, cluster, 1, planner="graphpipe")
-    begin({step_s: evaluate, play: simulate, run: order})
+    compile_ahead({step_s: evaluate, play: simulate, run: order})

@@ -45,7 +45,6 @@ def answering(*, as_json: bool) -> Iterator[None]:
 
 
 def exit_code(error: AnabranchError) -> int:
-    """Return the exit code of a command that ends with an error."""
     return INTERRUPTED if isinstance(error, SearchStoppedError) else 1
 
 
@@ -131,7 +130,6 @@ class Warnings:
         self._told: set[str] = set()
 
     def __call__(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        """See ``warnings.showwarning``."""
         text = " ".join(str(message).split())
         if text in self._told or text.startswith(_TORCHS_OWN):
             return
@@ -153,7 +151,6 @@ def say(text: str) -> None:
 
 
 def say_written(path: Path | None) -> None:
-    """Say where a file went, if there is one."""
     if path is not None:
         _print(f"written to {path}\n")
 
@@ -189,7 +186,6 @@ def remarks_at_end() -> Iterator[None]:
 
 
 def say_error(text: str) -> None:
-    """Print the reason of a failure on standard error."""
     typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else "red")
 
 

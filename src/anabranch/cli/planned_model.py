@@ -121,7 +121,6 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
 
 
 def gain(name: str, other: Plan, ours: Plan) -> str:
-    """One line that compares a plan with a baseline."""
     step_s, graph, own_s = other.figures.step_s, other.stage_graph, ours.figures.step_s
     if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
         return f"{BASELINES[name].words} is this plan"

@@ -18,7 +18,7 @@ from anabranch.cli.parsing import split_output
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import Settings, options_set
 from anabranch.cli.training.run_file import refuse_beside_plan
-from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
+from anabranch.device.kinds import ACCELERATORS, CPU, GPU
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode, Plan
@@ -66,7 +66,7 @@ def _options_alone(values: list[str] | None) -> list[str] | None:
 Device = Annotated[
     str | None,
     typer.Option(
-        help=f"cpu or {USUAL}: measure here; v100, a100, h100, h200 or b200: estimate "
+        help=f"cpu or {GPU}: measure here; v100, a100, h100, h200 or b200: estimate "
         "[default: the cluster's]."
     ),
 ]
@@ -109,7 +109,6 @@ class ModelSettings(Settings):
 
     @property
     def source(self) -> ModelSource:
-        """The model to read or build."""
         options = split_output(self.output)[0]
         return ModelSource(self.model, self.preset, options, self.granularity)
 
@@ -124,12 +123,10 @@ class EstimatedModelSettings(ModelSettings):
 
     @property
     def source(self) -> ModelSource:
-        """The model to read or build."""
         return replace(super().source, keep=not self.no_cache, precision=self.precision)
 
     @property
     def file(self) -> Path | None:
-        """The file to write."""
         return split_output(self.output)[1]
 
 

@@ -16,7 +16,7 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, usage
 from anabranch.cli.progress import announce, measured
-from anabranch.device.kinds import USUAL, is_measured
+from anabranch.device.kinds import GPU, is_measured
 from anabranch.errors import SearchStoppedError
 from anabranch.graph.opgraph import Granularity, Precision
 
@@ -214,7 +214,7 @@ class ModelSource:
                 estimated,
                 self.model,
                 build,
-                lambda workload: self.capture(workload).under_autocast(self.precision, USUAL),
+                lambda workload: self.capture(workload).under_autocast(self.precision, GPU),
                 device,
                 counts,
                 settings=[self.preset, *options, *how],

@@ -12,7 +12,6 @@ from anabranch.plans.plan import Plan
 
 
 def is_rank() -> bool:
-    """True if torchrun has started this process."""
     return "RANK" in os.environ
 
 

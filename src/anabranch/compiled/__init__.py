@@ -7,7 +7,7 @@
 from anabranch.compiled.functions import Floats as Floats
 from anabranch.compiled.functions import Ints as Ints
 from anabranch.compiled.functions import Table as Table
-from anabranch.compiled.functions import begin as begin
+from anabranch.compiled.functions import compile_ahead as compile_ahead
 from anabranch.compiled.functions import compiled as compiled
 from anabranch.compiled.functions import compiled_if_worth as compiled_if_worth
 from anabranch.compiled.functions import record_type as record_type

@@ -198,7 +198,7 @@ def _viewed(argument: Any) -> Any:
 _begun: dict[Compiled[..., Any], forked.ForkedWorker[object] | None] = {}
 
 
-def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
+def compile_ahead(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
     """Compile functions without kept machine code in other processes, by tasks that call them. The
     first call here waits for that.
     """

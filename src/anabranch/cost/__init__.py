@@ -8,14 +8,12 @@ samples has n = ceil(b / d) samples on its fullest replica:
     backward   sum over operators of backward_s(n)          (+ the forward again with recomputation)
     transfer   latency + bytes / bandwidth                  of the slowest link on the way
     allreduce  2 (d-1)/d * bytes / bandwidth + 2 ceil(log2 d) * latency     (per bucket)
-    memory     parameters + trainable parameters * (versions + optimizer)
-               + in flight * n * kept bytes + values that enter, while they are held
     update     fixed + per parameter + per byte of them
     overheads  of messages at both ends, of passes and of steps, where a cluster was calibrated
 
-``model`` prices one profile on one cluster. ``stage_weights`` has the bytes of a stage that do not
-depend on the micro-batch, ``nested_weights`` has them for all stages between nested sets of
-operators. ``memory``, ``communication`` and ``overheads`` have the formulas.
+``model`` prices one profile on one cluster. ``footprint`` has the bytes of a stage whatever its
+micro-batch, ``nested_sets`` those of all stages between nested sets of operators. ``memory`` (of a
+device), ``communication`` and ``overheads`` have the formulas.
 """
 
 from anabranch.cost.model import CostModel as CostModel

@@ -53,8 +53,10 @@ def piece_count(nbytes: float, size: float) -> int:
     return max(1, min(1024, round(nbytes / size)))
 
 
-def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return the key to sort all-reduces by. All-reduces of one set of devices start in the same
-    order on all of them, last stages first.
+def all_reduce_order(
+    devices: tuple[int, ...], stages: Sequence[int]
+) -> tuple[tuple[int, ...], int]:
+    """Return the key to sort all-reduces by: those of one set of devices start in the same order on
+    all of them, last stages first.
     """
-    return holders, -stages[0]
+    return devices, -stages[0]

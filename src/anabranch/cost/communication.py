@@ -9,7 +9,7 @@ import numpy as np
 
 from anabranch.cluster import Cluster
 from anabranch.cost.buckets import BUCKET_BYTES
-from anabranch.cost.stage_weights import Number
+from anabranch.cost.footprint import Number
 
 
 class Route(NamedTuple):

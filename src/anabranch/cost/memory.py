@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES
-from anabranch.cost.stage_weights import Number
+from anabranch.cost.footprint import Number
 
 MOST_TERMS = 2
 """Terms of other replicas in memory while a bucket is summed, on the fullest replica."""
@@ -42,7 +42,7 @@ MOST_TERMS = 2
 
 class StageBytes(NamedTuple):
     """Bytes of a stage from which the memory of its devices follows; numbers, or arrays with an
-    entry per stage. ``Held`` has the parameters.
+    entry per stage. See ``ParameterBytes`` for the first four.
 
     Attributes:
         updated: trainable bytes that a replica updates.

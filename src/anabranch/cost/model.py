@@ -19,6 +19,14 @@ from anabranch.cluster import Calibration, Cluster, Link
 from anabranch.compiled import Floats
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_price, all_reduce_s, border_price
+from anabranch.cost.footprint import (
+    Border,
+    Number,
+    ParameterBytes,
+    StageFootprint,
+    StagePasses,
+    Traffic,
+)
 from anabranch.cost.memory import (
     MOST_TERMS,
     DeviceMemory,
@@ -28,10 +36,9 @@ from anabranch.cost.memory import (
     device_memory,
 )
 from anabranch.cost.overheads import FREE, update_cost
-from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import Profile, UpdateCost, between, on_grid, row_below
+from anabranch.profile.profile import Profile, UpdateCost, interpolated, interpolation_at, on_grid
 from anabranch.remembered import remembered
 
 
@@ -49,7 +56,7 @@ class CostModel:
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
             and in the seconds of the simulator, not in planners' own estimates.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
-        batch_size: samples of a step, for the rows of sparse gradients; 0 where nobody asks.
+        batch_size: samples of a step, for the rows of sparse gradients; 0 if not known.
     """
 
     profile: Profile
@@ -62,7 +69,6 @@ class CostModel:
 
     @property
     def graph(self) -> OpGraph:
-        """The operators that are priced."""
         return self.profile.graph
 
     def covers(self, samples: float) -> bool:
@@ -101,8 +107,8 @@ class CostModel:
             )
         if self.profile.proportional or len(measured) == 1:
             return seconds[..., 0] * (samples / measured[0])
-        row, share = row_below(samples, measured)
-        result: Floats = between(seconds[..., row], seconds[..., row + 1], share)
+        row, share = interpolation_at(samples, measured)
+        result: Floats = interpolated(seconds[..., row], seconds[..., row + 1], share)
         return result
 
     @remembered
@@ -125,8 +131,8 @@ class CostModel:
 
     @remembered
     def split_passes(self, mask: int) -> tuple[StagePasses, float]:
-        """Bytes of a split backward besides kept bytes, and bytes per sample of gradients that wait
-        for those of weights: in the first half kept bytes stay, and waiting ones are added.
+        """Return the bytes of a split backward's first half besides kept bytes, which stay, with
+        gradients that wait for those of weights; and the bytes per sample of these alone.
         """
         ops, waiting = list(bits(mask)), set(self._waiting(mask))
         costs = self.profile.costs
@@ -180,7 +186,6 @@ class CostModel:
 
     @remembered
     def border_price(self, devices: int) -> float:
-        """Seconds that each device of a stage pays per byte that crosses its border."""
         return border_price(self.cluster, devices)
 
     def all_reduce_price(self, devices: Sequence[int]) -> tuple[float, float]:
@@ -213,7 +218,6 @@ class CostModel:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """The parameters by name."""
         return {parameter.name: parameter for parameter in self.graph.parameters}
 
     def has_rows(self, parameter: Parameter) -> bool:
@@ -240,36 +244,37 @@ class CostModel:
     @cached_property
     def tied_gradients(self) -> tuple[tuple[int, float], ...]:
         """Bytes of gradients of trained ``tied`` parameters, behind the same masks."""
-        held = ((mask, self.held_bytes(parameter)) for mask, parameter in self.tied)
+        held = ((mask, self.parameter_bytes(parameter)) for mask, parameter in self.tied)
         return tuple((mask, h.gradient) for mask, h in held if h.trainable)
 
-    def held_bytes(self, parameter: Parameter) -> Held[float]:
-        """Bytes of one parameter."""
+    def parameter_bytes(self, parameter: Parameter) -> ParameterBytes[float]:
         rows, nbytes = self._rows.get(parameter.name, 0), parameter.nbytes
-        return Held(nbytes, nbytes * parameter.trainable, nbytes * (rows > 0), rows)
+        return ParameterBytes(nbytes, nbytes * parameter.trainable, nbytes * (rows > 0), rows)
 
     @cached_property
-    def own_parameter_bytes(self) -> Held[Floats]:
+    def own_parameter_bytes(self) -> ParameterBytes[Floats]:
         """Bytes of the parameters that each operator alone reads."""
-        own = Held(*(np.zeros(len(self.graph)) for _ in Held._fields))
+        own = ParameterBytes(*(np.zeros(len(self.graph)) for _ in ParameterBytes._fields))
         for name, mask in self.graph.readers.items():
             if not mask & (mask - 1):
-                for kind, nbytes in zip(own, self.held_bytes(self.parameters[name]), strict=True):
+                for kind, nbytes in zip(
+                    own, self.parameter_bytes(self.parameters[name]), strict=True
+                ):
                     kind[mask.bit_length() - 1] += nbytes
         return own
 
-    def stage_held_bytes(self, ops: Iterable[int]) -> Held[float]:
+    def stage_parameter_bytes(self, ops: Iterable[int]) -> ParameterBytes[float]:
         """Bytes of the parameters that a set of operators reads, each counted once."""
         chosen = list(set(ops))
         held = [float(kind[chosen].sum()) for kind in self.own_parameter_bytes]
         mask = sum(1 << op for op in chosen)
         tied = (p for users, p in self.tied if users & mask)
-        return Held(*map(sum, zip(held, *map(self.held_bytes, tied), strict=True)))
+        return ParameterBytes(*map(sum, zip(held, *map(self.parameter_bytes, tied), strict=True)))
 
     @cached_property
     def largest_gradients(self) -> Floats:
         """Bytes of the largest gradient of a parameter that each operator reads."""
-        sizes = {name: self.held_bytes(p).gradient for name, p in self.parameters.items()}
+        sizes = {name: self.parameter_bytes(p).gradient for name, p in self.parameters.items()}
         read = ([sizes[name] for name in op.parameters] for op in self.graph.ops)
         return np.array([max(gradients, default=0) for gradients in read], dtype=np.float64)
 
@@ -298,13 +303,12 @@ class CostModel:
         return Border(*(Traffic(per_sample, fixed) for per_sample, fixed in sums))
 
     @remembered
-    def weights(self, mask: int) -> StageWeights:
-        """Bytes of the stage with these operators."""
+    def footprint(self, mask: int) -> StageFootprint:
         ops = list(bits(mask))
         kept, gradients = self.kept_bytes[ops], self.largest_gradients[ops]
         kept_fixed = self.kept_fixed_bytes[ops]
-        return StageWeights(
-            self.stage_held_bytes(ops),
+        return StageFootprint(
+            self.stage_parameter_bytes(ops),
             float(kept.sum()),
             self.border(mask),
             float(gradients.max(initial=0.0)),
@@ -314,7 +318,7 @@ class CostModel:
 
     def memory(
         self,
-        weights: StageWeights,
+        footprint: StageFootprint,
         microbatch_size: Number,
         replicas: Number,
         *,
@@ -329,17 +333,17 @@ class CostModel:
             updated: trainable bytes that a replica updates; by default an equal part.
             terms: most terms of other replicas in memory, by default those of the fullest replica.
         """
-        samples, held, update = -(-microbatch_size // replicas), weights.held, self.update
+        samples, held, update = -(-microbatch_size // replicas), footprint.held, self.update
         if updated is None:
             updated = held.trainable / (replicas if self.shard_optimizer else 1)
         stage = StageBytes(
             *held,
             updated=updated,
-            largest_gradient=weights.largest_gradient,
-            entering=weights.border.entering.at(samples),
-            returning=weights.border.entering_gradients.at(samples),
-            kept=weights.kept * samples + weights.kept_fixed,
-            passing=weights.passes.at(samples),
+            largest_gradient=footprint.largest_gradient,
+            entering=footprint.border.entering.at(samples),
+            returning=footprint.border.entering_gradients.at(samples),
+            kept=footprint.kept * samples + footprint.kept_fixed,
+            passing=footprint.passes.at(samples),
         )
         optimizer = OptimizerBytes(update.state, update.all_temporary, update.largest_temporary)
         others = np.minimum(replicas - 1, terms)
@@ -350,7 +354,7 @@ class CostModel:
         shares with other stages count as its own.
         """
         if replicas == 1 or not self.shard_optimizer:
-            return (self.weights(mask).held.trainable,) * replicas
+            return (self.footprint(mask).held.trainable,) * replicas
         return tuple(float(sum(dealt.values())) for dealt in self.dealt(mask, replicas))
 
     @remembered
@@ -385,7 +389,7 @@ class CostModel:
         """
         mask = sum(1 << op for op in set(ops))
         held = self.memory(
-            self.weights(mask),
+            self.footprint(mask),
             microbatch_size,
             replicas,
             recompute=recompute,

@@ -101,8 +101,8 @@ def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> f
 
 
 def computed_at_once(cluster: Cluster) -> float:
-    """Most work per second of all devices together, in devices that compute alone; some may wait
-    meanwhile.
+    """Return how many devices' compute all devices do at once: fewer than all where they share
+    cores. Some may wait meanwhile.
     """
     if not cluster.slowdown:
         return cluster.num_devices

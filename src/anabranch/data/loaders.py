@@ -37,14 +37,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.data.columns import Columns
-from anabranch.data.packed import Rows
-from anabranch.data.random_state import mixed, seeded
+from anabranch.data.packed import RowPacking
+from anabranch.data.random_state import mixed_seed, seeded
 from anabranch.errors import DataError
 
 TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of a batch's tensor -> (shape of a sample, type)."""
 
-NOT_PACKED = Rows()
+NOT_PACKED = RowPacking()
 
 _SAMPLES: MutableMapping[Tensor, tuple[bytes, bool]] = WeakTensorKeyDictionary()
 """Tensor of a batch that was read by columns -> (digest of its samples, whether it has values)."""
@@ -63,7 +63,7 @@ def is_unread(tensor: Tensor) -> bool:
 
 
 class Loader:
-    """``Workload.data``, or ``eval_data``, made of an object that yields or holds samples.
+    """Function for ``Workload.data`` or ``eval_data``, from an object that yields or holds samples.
 
     Args:
         source: see ``loader_of``.
@@ -71,7 +71,7 @@ class Loader:
         packing: position of the samples in the tensors of a batch.
     """
 
-    def __init__(self, source: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> None:
+    def __init__(self, source: Any, *, shuffle: bool, packing: RowPacking = NOT_PACKED) -> None:
         self.source, self._shuffle, self._packing = source, shuffle, packing
         self._samplers: list[Any] = []
         if isinstance(source, DataLoader):
@@ -169,7 +169,7 @@ class Loader:
         """
         self.require_batch_size(batch_size)
         for generator, initial in self._generators.items():
-            generator.manual_seed(mixed(initial, epoch))
+            generator.manual_seed(mixed_seed(initial, epoch))
         for part in (*self._samplers, *_with_wrapped(self.source, "dataset")):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -197,7 +197,7 @@ class Loader:
             return None
         numbers = torch.arange(len(source))
         if self._shuffle:
-            generator = torch.Generator().manual_seed(mixed(seed, epoch))
+            generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
             numbers = torch.randperm(len(source), generator=generator)
         begins = range(0, len(numbers), batch_size)
         if len(begins) < start:
@@ -260,7 +260,7 @@ class Loader:
         yield from _drawn(source, seed, epoch, start, passed)
 
 
-def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
+def loader_of(data: Any, *, shuffle: bool, packing: RowPacking = NOT_PACKED) -> Any:
     """Return a function that yields batches, made of any kind of data.
 
     Args:
@@ -327,8 +327,8 @@ _of_parent: list[Any] = []
 def _drawn(
     items: Iterable[Any], seed: int, epoch: int, start: int, passed: int = 0
 ) -> Iterator[Any]:
-    """Generate the items of a sampler or a loader from ``start`` on; DataError if it ends before.
-    It may draw random numbers at every item. Its first item is number ``passed``.
+    """Generate the items of a sampler or a loader, which may draw random numbers at each, from
+    ``start`` on; its first item is number ``passed``. DataError if it ends before ``start``.
     """
     with seeded(seed, epoch, -1):
         iterator = iter(items)

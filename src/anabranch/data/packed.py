@@ -13,7 +13,6 @@ can be cut like any batch, and brings them back when the module is called::
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from anabranch.errors import DataError
+from anabranch.errors import DataError, warn
 
 
 class BatchPacking(Protocol):
@@ -99,7 +98,7 @@ def unfit_arguments(module: nn.Module, batch: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPacking:
     """Packing of a user's own module.
 
     Attributes:
@@ -112,7 +111,9 @@ class Rows:
     samples_in: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
-    def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
+    def of(
+        example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]
+    ) -> RowPacking:
         """Return the packing of an example: as given, and as the shapes of other tensors show it.
 
         ``labels`` has the number of samples. A tensor with a multiple of it in dimension 0 has rows
@@ -138,15 +139,14 @@ class Rows:
                     dims[name] = 1
                 elif len(sizes) == 2 and sizes[0] > samples and sizes[0] % samples == 0:
                     numbers[name] = sizes[0] // samples, ""
-        packing = Rows(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
+        packing = RowPacking(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
         if seen := [
             *(f"{name} has {k} rows per sample" for name, k, _ in packing.rows if name not in rows),
             *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),
         ]:
-            warnings.warn(
+            warn(
                 f"by the shapes of the example of {samples} samples, {', '.join(seen)}; say so "
-                "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so",
-                stacklevel=4,
+                "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so"
             )
         return packing
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 
-def mixed(*parts: int | str) -> int:
+def mixed_seed(*parts: int | str) -> int:
     """Return a seed of 63 bits made of several."""
     text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
@@ -19,8 +19,8 @@ def mixed(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
-    """Seed torch (CPU), numpy and Python by these parts inside, and restore their states after."""
-    seed, ours = mixed(*parts), torch.default_generator
+    """Context manager that seeds torch (CPU), numpy and Python, and restores their states."""
+    seed, ours = mixed_seed(*parts), torch.default_generator
     before, pythons, numpys = ours.get_state(), random.getstate(), np.random.get_state()
     ours.manual_seed(seed)
     random.seed(seed)

@@ -13,15 +13,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from anabranch.device.kinds import ACCELERATORS, USUAL, kind_of
+from anabranch.device.kinds import ACCELERATORS, GPU, kind_of
 from anabranch.errors import TrainingError
 
 T = TypeVar("T")
 
 
-def usual() -> torch.device:
+def default_gpu() -> torch.device:
     """Return the kind of accelerator that this torch is built for."""
-    return torch.accelerator.current_accelerator() or torch.device(USUAL)
+    return torch.accelerator.current_accelerator() or torch.device(GPU)
 
 
 def is_on_accelerator(device: torch.device) -> bool:
@@ -78,7 +78,7 @@ def settings(device: torch.device) -> dict[str, str]:
 
 
 def prepare(device: torch.device) -> None:
-    """Set these variables, unless this process has used the device."""
+    """Set the variables of ``settings``, unless this process has used the device."""
     if not getattr(_module(device.type), "is_initialized", bool)():
         os.environ.update(settings(device))
 
@@ -207,8 +207,8 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 @contextmanager
 def with_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, operations of a device draw from a seed; the states of its generators are restored
-    afterwards, so that loaders of data draw from them alike on every rank.
+    """Context manager under which operations of a device draw from a seed; its generators are
+    restored afterwards, so that loaders of data draw alike on every rank.
     """
     drawn_from = generators(device)
     before = [generator.get_state() for generator in drawn_from]

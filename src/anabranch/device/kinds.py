@@ -18,9 +18,9 @@ class DeviceKind:
         own_memory: whether it has memory of its own, whose allocator counts.
         float64: whether it computes with numbers of 64 bits.
         environment: variables that must be set before processes are forked that will use it.
-        settings: variables that a process must set before it uses the device: the number of queues
-            of the driver, as every stream that may wait for another rank needs its own, and that
-            connections are made at the start, not at the first use of an algorithm.
+        settings: variables that a process must set before it uses the device. Every stream that may
+            wait for another rank needs a queue of the driver, and connections are made at the
+            start, not at the first use of an algorithm.
         queues: name of the variable for the number of queues, 8 by default.
     """
 
@@ -49,9 +49,10 @@ ACCELERATORS: Mapping[str, DeviceKind] = {
     "npu": DeviceKind(float64=False),
     "mps": DeviceKind(streams=False, own_memory=False, float64=False),
 }
-"""Name in torch -> kind. The first one is meant where a machine has none."""
+"""Name in torch -> kind."""
 
-USUAL = next(iter(ACCELERATORS))
+GPU = next(iter(ACCELERATORS))
+"""Kind of accelerator on a machine that has none."""
 
 GRAPHS = "cudagraphs"
 """Torch's name of the backend that replays recorded passes."""

@@ -39,7 +39,6 @@ class EmulatedSums:
         self._final: tuple[int, ...] = ()
 
     def before_last(self, stage: int) -> None:
-        """See ``Watcher``."""
         self._last = stage
 
     def during(self, stage: int, samples: int, backward_s: float) -> float:
@@ -60,7 +59,6 @@ class EmulatedSums:
         return last.seconds
 
     def after_last(self, stage: int) -> None:
-        """See ``Watcher``."""
         self._give(self._final)
         self._last, self._final = -1, ()
 

@@ -77,7 +77,6 @@ class EmulatedPipeline:
 
     @property
     def rank(self) -> int:
-        """Rank of this process, from 0."""
         return self._mesh.rank
 
     def step(self, *, record: bool = False) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from anabranch.data.packed import PackedBatch, Rows, plain
+from anabranch.data.packed import PackedBatch, RowPacking, plain
 from anabranch.errors import CaptureError
 from anabranch.workload import Batch
 
@@ -97,11 +97,11 @@ class BatchLayout:
     def packed(self, batch: Batch) -> Batch:
         """Return a batch as the workload's data has it; a user's own may have rows of samples."""
         packing = self.spec.context[1] if self.spec.type is PackedBatch else None
-        return packing.packed(batch) if isinstance(packing, Rows) else plain(batch)
+        return packing.packed(batch) if isinstance(packing, RowPacking) else plain(batch)
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the tensors of a batch by name, in the order of the example; ValueError if it is
-        not built as that is.
+        built otherwise.
         """
         leaves = _by_name(self.packed(batch))
         tensors = {n: leaf for n, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -134,7 +134,6 @@ class BatchLayout:
 
     @property
     def samples(self) -> int:
-        """Number of samples of the example."""
         return int(self.leaves[self.positions[0]].shape[0])
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Batch:

@@ -66,7 +66,6 @@ def axes_at(
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:
-    """Return the value of a node if it is one tensor, else None."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 

@@ -27,7 +27,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes have other values, given as (object or class, name, value)."""
+    """Context manager that sets attributes, given as (object or class, name, value)."""
     changed = list(values)
     # A class has descriptors, which getattr would bind; a tensor has its data in no dictionary.
     before = [
@@ -63,7 +63,7 @@ def without_keeping(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Inside, a module is in training or in evaluation mode.
+    """Context manager that puts a module in training or in evaluation mode.
 
     Submodules keep modes of their own (frozen statistics), unless the whole is in the other mode.
     """
@@ -79,8 +79,8 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def evaluated(module: nn.Module) -> Iterator[None]:
-    """Inside, a module is as its own ``eval`` leaves it, which may prepare weights for that; behind
-    it as its ``train`` does, with the modes of submodules that it had.
+    """Context manager that calls a module's own ``eval``, which may prepare weights, and then its
+    ``train``; submodules get back their modes.
     """
     with with_attributes([(part, "training", part.training) for part in module.modules()]):
         was_training = module.training
@@ -92,22 +92,22 @@ def evaluated(module: nn.Module) -> Iterator[None]:
 
 
 def only_frozen(module: nn.Module, names: Collection[str]) -> AbstractContextManager[None]:
-    """Inside, parameters of these names are frozen and no others."""
+    """Context manager that freezes the parameters of these names and no others."""
     named = module.named_parameters()
     return with_attributes((p, "requires_grad", n not in names) for n, p in named)
 
 
 def on_one_device(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, all tensors of a module are on one device; those from elsewhere are copies."""
+    """Context manager that puts all tensors of a module, or copies of them, on one device."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     away = (tensor for tensor in tensors if tensor.device != device)
     return with_attributes((tensor, "data", tensor.data.to(device)) for tensor in away)
 
 
 def with_layouts(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, parameters of other ranks' stages, which are one number without memory, lie in memory
-    as usual if they may be viewed as complex numbers (pairs in the last dimension): that view needs
-    it. Nothing reads or writes them.
+    """Context manager that lays out parameters of other ranks' stages, which are one number without
+    memory, as usual if they may be viewed as complex numbers (pairs in the last dimension): that
+    view needs it. Nothing reads or writes them.
     """
     pairs = (p for p in module.parameters() if p.shape[-1:] == (2,) and not any(p.stride()))
     return with_attributes(
@@ -117,9 +117,9 @@ def with_layouts(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Inside, a module finds no other processes, so that it gathers nothing from them, and
-    ``nn.SyncBatchNorm`` takes the statistics of what it is given, also on a CPU: whoever calls the
-    module has the whole batch.
+    """Context manager under which a module finds no other processes: it gathers nothing from them,
+    and ``nn.SyncBatchNorm`` takes the statistics of its input, also on a CPU, as the caller has the
+    whole batch.
     """
     group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
     try:

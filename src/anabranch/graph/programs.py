@@ -99,7 +99,6 @@ class Programs:
 
     @property
     def device(self) -> torch.device:
-        """Device of the module's parameters now."""
         return device_of(self.module)
 
     @property

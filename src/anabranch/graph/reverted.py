@@ -74,5 +74,5 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def without_gradients(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-    """Inside, parameters begin without gradients; afterwards they have those of before."""
+    """Context manager that sets the gradients of parameters aside, and restores them at the end."""
     return with_attributes((parameter, "grad", None) for parameter in parameters)

@@ -31,7 +31,6 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """Name of the slice among parameters."""
         return f"{self.whole}[{self.dim}:{self.start}:{self.stop}]"
 
     def view(self, whole: Tensor) -> Tensor:

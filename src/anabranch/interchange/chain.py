@@ -44,7 +44,6 @@ class StageChain:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one pipeline."""
         return max(self.ranks) + 1
 
 

@@ -54,7 +54,6 @@ class StageModules:
 
 
 def stage_modules(split: Split) -> StageModules:
-    """Return the submodules of every stage."""
     module = split.captured.module
     program = split.captured.programs.example
     homes: dict[str, set[int]] = defaultdict(set)

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from anabranch.errors import meant
+from anabranch.errors import suggestion
 from anabranch.models.sizes import with_options
 from anabranch.workload import Workload
 
@@ -65,7 +65,7 @@ def _home(name: str) -> ModuleType:
     """Import the module of a model; only then, as models on real data need more than torch."""
     if name not in MODELS:
         raise ValueError(
-            f"there is no built-in model {name}{meant(name, MODELS)}; there are "
+            f"there is no built-in model {name}{suggestion(name, MODELS)}; there are "
             f"{', '.join(MODELS)}. A model of your own is written package.module:function, where "
             "the function returns an anabranch.Workload"
         )

@@ -81,7 +81,6 @@ def response(sizes: CandleUnoSizes) -> Draw:
 
 
 def workload(sizes: CandleUnoSizes, *, meta: bool = False) -> Workload:
-    """Return CANDLE-Uno on a synthetic response."""
     return synthetic_workload(
         "candle-uno",
         lambda: CandleUno([sizes.features] * sizes.branches, sizes),

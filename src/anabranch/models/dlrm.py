@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from anabranch.models import workload_builders
-from anabranch.models.layers import FeedForward, of_answers
+from anabranch.models.layers import FeedForward, binary_loss
 from anabranch.models.sizes import Sizes
 from anabranch.workload import Batch, Workload
 
@@ -102,7 +102,7 @@ class DLRM(nn.Module):
             + [table(x) for table, x in zip(self.sparse, sparse, strict=True)],
             dim=-1,
         )
-        return of_answers(self.head(self.top(joined)).squeeze(-1), target)
+        return binary_loss(self.head(self.top(joined)).squeeze(-1), target)
 
 
 def clicks(sizes: DLRMSizes) -> workload_builders.Draw:
@@ -127,7 +127,6 @@ def clicks(sizes: DLRMSizes) -> workload_builders.Draw:
 
 
 def workload(sizes: DLRMSizes, *, meta: bool = False) -> Workload:
-    """Return DLRM on synthetic clicks."""
     features, tables = [sizes.features] * sizes.dense_branches, [sizes.rows] * sizes.sparse_branches
     return workload_builders.synthetic_workload(
         "dlrm",

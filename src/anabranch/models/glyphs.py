@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from anabranch.data.glyphs import SIZES, load_glyphs, true_and_false_pairs
-from anabranch.models.layers import TransformerLayer, of_answers
+from anabranch.models.layers import TransformerLayer, binary_loss
 from anabranch.models.sizes import Sizes
-from anabranch.models.workload_builders import dataset_workload, seeded
+from anabranch.models.workload_builders import dataset_workload, seeded_generator
 from anabranch.workload import Batch, Workload
 
 
@@ -131,7 +131,7 @@ class GlyphNames(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """``image``: [samples, 32, 32]; ``name``: [samples, words, pieces]; ``target``: 0 or 1."""
         cosine = (self.image(image) * self.text(name)).sum(-1, keepdim=True)
-        return of_answers(self.head(cosine).squeeze(-1), target)
+        return binary_loss(self.head(cosine).squeeze(-1), target)
 
 
 def workload(sizes: GlyphNamesSizes, *, meta: bool = False) -> Workload:
@@ -146,7 +146,7 @@ def workload(sizes: GlyphNamesSizes, *, meta: bool = False) -> Workload:
             "target": belongs.float(),
         }
 
-    held_out = true_and_false_pairs(glyphs.held_out, seeded(0))
+    held_out = true_and_false_pairs(glyphs.held_out, seeded_generator(0))
     workload = dataset_workload(
         "glyphs",
         lambda: GlyphNames(sizes),

@@ -126,17 +126,17 @@ class BranchClassifier(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """``inputs``: per branch [samples, sequence, hidden]; ``target``: [samples], classes."""
         joined = torch.cat([branch(x) for branch, x in zip(self.branches, inputs, strict=True)], -1)
-        return of_classes(self.head(self.norm(joined).mean(1)), target)
+        return classification_loss(self.head(self.norm(joined).mean(1)), target)
 
 
-def of_classes(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+def classification_loss(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return cross-entropy and accuracy of logits [..., classes] for right classes [...]."""
     right = logits.argmax(-1) == target
     loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
     return {"loss": loss, "accuracy": right.float().mean()}
 
 
-def of_answers(logit: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+def binary_loss(logit: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return binary cross-entropy and accuracy of logits [samples] for answers of 0 or 1."""
     right = (logit > 0) == (target > 0.5)
     loss = F.binary_cross_entropy_with_logits(logit, target)

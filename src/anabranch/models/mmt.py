@@ -43,8 +43,6 @@ PRESETS = {
 
 
 class MMT(BranchClassifier):
-    """The whole model."""
-
     def __init__(self, sizes: MMTSizes):
         layer = partial(
             TransformerLayer, sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout
@@ -54,5 +52,4 @@ class MMT(BranchClassifier):
 
 
 def workload(sizes: MMTSizes, *, meta: bool = False) -> Workload:
-    """Return MMT on synthetic classes."""
     return branches_workload("mmt", lambda: MMT(sizes), sizes, meta=meta)

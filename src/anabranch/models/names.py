@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anabranch import models
-from anabranch.errors import WorkloadError, meant, naming_line
+from anabranch.errors import WorkloadError, naming_line, suggestion
 from anabranch.workload import Workload, to_meta, with_article
 
 
@@ -132,7 +132,7 @@ def _find_function(text: str) -> Callable[..., object]:
                 if inspect.isfunction(value) and value.__module__ == place and key[0] != "_"
             ]
             raise ValueError(
-                f"{place} has no {attribute}{meant(name, others)}; its functions are "
+                f"{place} has no {attribute}{suggestion(name, others)}; its functions are "
                 f"{', '.join(others) or 'none'}"
             )
         function = getattr(function, name)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from anabranch.models.layers import TransformerLayer, of_classes
+from anabranch.models.layers import TransformerLayer, classification_loss
 from anabranch.models.sizes import Sizes
-from anabranch.models.workload_builders import Draw, seeded, synthetic_workload
+from anabranch.models.workload_builders import Draw, seeded_generator, synthetic_workload
 from anabranch.workload import Batch, Workload
 
 SUCCESSORS = 4
@@ -69,13 +69,13 @@ class Transformer(nn.Module):
         x = self.embedding(tokens) + self.position
         for layer in self.layers:
             x = layer(x)
-        return of_classes(self.head(self.norm(x)), target)
+        return classification_loss(self.head(self.norm(x)), target)
 
 
 def random_language(sizes: TransformerSizes) -> Draw:
     """Draw sequences of a Markov chain in which each token has a few equally likely successors."""
     successors = torch.randint(
-        sizes.vocabulary, (sizes.vocabulary, SUCCESSORS), generator=seeded(sizes.seed)
+        sizes.vocabulary, (sizes.vocabulary, SUCCESSORS), generator=seeded_generator(sizes.seed)
     )
 
     def draw(samples: int, generator: torch.Generator) -> Batch:
@@ -89,7 +89,6 @@ def random_language(sizes: TransformerSizes) -> Draw:
 
 
 def workload(sizes: TransformerSizes, *, meta: bool = False) -> Workload:
-    """Return the language model on a synthetic language."""
     return synthetic_workload(
         "transformer",
         lambda: Transformer(sizes),

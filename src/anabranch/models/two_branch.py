@@ -54,13 +54,10 @@ class Block(nn.Module):
 
 
 class TwoBranch(BranchClassifier):
-    """The whole model."""
-
     def __init__(self, sizes: TwoBranchSizes):
         branches = [Stack(Block(sizes) for _ in range(sizes.layers)) for _ in range(sizes.branches)]
         super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=False)
 
 
 def workload(sizes: TwoBranchSizes, *, meta: bool = False) -> Workload:
-    """Return the case study's model on synthetic classes."""
     return branches_workload("two-branch", lambda: TwoBranch(sizes), sizes, meta=meta)

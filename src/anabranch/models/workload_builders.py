@@ -46,7 +46,7 @@ Draw = Callable[[int, torch.Generator], Batch]
 """(samples, source of random numbers) -> one batch."""
 
 
-def seeded(*numbers: int) -> torch.Generator:
+def seeded_generator(*numbers: int) -> torch.Generator:
     """Return a generator whose seed depends on each of the numbers."""
     state = 0
     for number in numbers:
@@ -60,14 +60,14 @@ def stream(draw: Draw, seed: int, batches: int) -> Callable[[int, int], Iterator
 
     def epoch_batches(batch_size: int, epoch: int) -> Iterator[Batch]:
         for step in range(batches):
-            yield draw(batch_size, seeded(seed, epoch, step))
+            yield draw(batch_size, seeded_generator(seed, epoch, step))
 
     return epoch_batches
 
 
 def prototypes(classes: int, width: int, seed: int) -> torch.Tensor:
     """Return a direction of unit variance per class; [classes, width]."""
-    return torch.randn(classes, width, generator=seeded(seed, classes, width))
+    return torch.randn(classes, width, generator=seeded_generator(seed, classes, width))
 
 
 def under_noise(
@@ -118,7 +118,7 @@ def synthetic_workload(
         meta: build on the meta device, without memory or values.
         chance: metric -> its value for guessing.
     """
-    example = draw(SYNTHETIC.example_samples, seeded(sizes.seed))
+    example = draw(SYNTHETIC.example_samples, seeded_generator(sizes.seed))
     held_out = stream(draw, sizes.seed, SYNTHETIC.eval_batches)
     return Workload(
         module=_initialised(make, sizes.seed, meta=meta),
@@ -172,7 +172,7 @@ def dataset_workload(
     """
 
     def data(batch_size: int, epoch: int) -> Iterator[Batch]:
-        return whole_batches(gather, epoch_rows(seeded(sizes.seed, epoch)), batch_size)
+        return whole_batches(gather, epoch_rows(seeded_generator(sizes.seed, epoch)), batch_size)
 
     batch = gather(example[: SYNTHETIC.example_samples])
     return Workload(
@@ -212,7 +212,6 @@ def warm_up_then_cosine(
 
 
 def shuffled(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the rows in random order."""
     return rows[torch.randperm(len(rows), generator=generator)]
 
 

@@ -21,21 +21,21 @@ from anabranch.multimodal.slots import (
     Inputs,
     Sizes,
     Slots,
-    dealt,
+    balanced_order,
     feature_rows,
-    most,
-    shared_out,
+    images_per_sample,
+    sufficient_size,
     take_rows,
 )
 from anabranch.multimodal.sounds import Sounds
-from anabranch.multimodal.towers import Packed, Sized, Tiled, VisionTower, pixtral_tower
+from anabranch.multimodal.towers import Idefics, LlavaNext, Pixtral, VisionTower, pixtral_tower
 
 Encoder = VisionTower | PackedPatches | Sounds
 
 _KINDS: tuple[tuple[str, Encoder], ...] = (
     ("image_grid_thw", PackedPatches()),
-    ("pack_image_features", Packed()),
-    ("pixel_attention_mask", Tiled()),
+    ("pack_image_features", LlavaNext()),
+    ("pixel_attention_mask", Idefics()),
     ("pixel_values", VisionTower()),
 )
 """Argument of ``get_image_features``, or method -> encoder; the first one that exists decides."""
@@ -99,11 +99,11 @@ def multimodal_batch(
         if encoder.names[0] in arguments:
             inputs_of[part] = _inputs(encoder, model, arguments, sizes[part][1])
         elif sizes[part][0] is not None:
-            inputs_of[part] = encoder.inputs(model, encoder.one(config), sizes[part][1]).none()
+            inputs_of[part] = encoder.inputs(model, encoder.example(config), sizes[part][1]).none()
         else:
             continue
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
-        counts[part] = shared_out(tokens, inputs_of[part], part)
+        counts[part] = images_per_sample(tokens, inputs_of[part], part)
     has_positions = hasattr(model.model, "get_rope_index")
     made = has_positions and "position_ids" not in own
     if made:
@@ -111,7 +111,7 @@ def multimodal_batch(
     if has_positions:
         own["position_ids"] = own["position_ids"].movedim(1, 0)
     if costs := [sum(numbers) for numbers in zip(*counts.values(), strict=True)]:
-        order = dealt(costs, share, by_cost=balance == "cost" and share > 1)
+        order = balanced_order(costs, share, by_cost=balance == "cost" and share > 1)
         own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
     packing = Multimodal(
         tuple((part, encoders[part], tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
@@ -123,10 +123,10 @@ def multimodal_batch(
     for part, inputs in inputs_of.items():
         held = Slots(torch.tensor([counts[part][sample] for sample in order]), share)
         needed = -(-int(held.counts.view(-1, share).sum(1).max()) // share)
-        slots = most(needed, sizes[part][0], f"{part} inputs", f"{part}s")
+        slots = sufficient_size(needed, sizes[part][0], f"{part} inputs", f"{part}s")
         dealt_out, encoder = inputs.reordered(order, counts[part]), encoders[part]
         is_token = own["input_ids"] == getattr(config, encoder.token)
-        rows = feature_rows(is_token, dealt_out, held, slots, isinstance(encoder, Packed))
+        rows = feature_rows(is_token, dealt_out, held, slots, isinstance(encoder, LlavaNext))
         tensors |= {name: held.put(t, slots) for name, t in dealt_out.tensors.items()}
         tensors |= {f"{part}_counts": held.counts, f"{part}_index": rows}
     return PackedBatch(own | tensors, packing)
@@ -140,9 +140,9 @@ def _encoders_of(model: nn.Module) -> Mapping[str, Encoder]:
         try:
             encoders = _chosen(model)
             for encoder in encoders.values():
-                one = encoder.inputs(model, encoder.one(model.config), None).tensors
+                one = encoder.inputs(model, encoder.example(model.config), None).tensors
                 # Others have counted the features of an image already, or need values.
-                if isinstance(encoder, PackedPatches | Sounds | Sized):
+                if isinstance(encoder, PackedPatches | Sounds | Pixtral):
                     slots = {name: tensor[None].to("meta") for name, tensor in one.items()}
                     with torch.no_grad():
                         encoder.encode(on_meta(model), slots)
@@ -173,7 +173,7 @@ def _chosen(model: nn.Module) -> dict[str, Encoder]:
     ):
         raise DataError("its forward takes no mm_encoder_outputs, as of transformers 5.23")
     kinds = (e for name, e in _KINDS if name in arguments or hasattr(model.model, name))
-    encoder = Sized() if pixtral_tower(model) is not None else next(kinds, None)
+    encoder = Pixtral() if pixtral_tower(model) is not None else next(kinds, None)
     if encoder is None:
         raise DataError(f"its images are given as {', '.join(arguments)}")
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -269,14 +269,16 @@ class Multimodal:
             del own["position_ids"]
         for part, values in inputs.items():
             if counts[part].any():
-                own |= encoders[part].own(values, Slots(counts[part], self.share, self.is_counted))
+                own |= encoders[part].arguments(
+                    values, Slots(counts[part], self.share, self.is_counted)
+                )
         return module(**own)
 
 
 @contextmanager
 def _gathered(model: Any, index: list[Tensor], share: int, sounds: Any) -> Iterator[dict[str, Any]]:
-    """Inside, features get to their tokens by an index within the sample, so that the features of a
-    sample stay in it. Yields further arguments of the model.
+    """Context manager under which tokens take features by an index within the sample, so that
+    features of a sample stay in it; yields further arguments of the model.
     """
     images, left = index[-1:], list(index)
 

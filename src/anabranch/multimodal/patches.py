@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from anabranch.errors import DataError
 from anabranch.graph.module_state import with_attributes
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, most, take_rows
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, sufficient_size, take_rows
 
 _SIZES = "image_grid_thw"
 _SPLIT: Any = torch.split
@@ -34,8 +34,7 @@ class PackedPatches:
     token = "image_token_id"
     names = ("pixel_values", _SIZES)
 
-    def one(self, config: Any) -> dict[str, Tensor]:
-        """Return a batch with one image."""
+    def example(self, config: Any) -> dict[str, Tensor]:
         vision, merge = config.vision_config, config.vision_config.spatial_merge_size
         channels = getattr(vision, "in_channels", None) or vision.num_channels
         width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
@@ -47,7 +46,7 @@ class PackedPatches:
         visual, pixels = _visual(model), batch["pixel_values"]
         grids, unit = self._grids(model, batch), visual.spatial_merge_size**2
         lengths = grids.prod(-1).tolist()
-        needed = most(max(lengths, default=0), size, "patches in an image", "patches")
+        needed = sufficient_size(max(lengths, default=0), size, "patches in an image", "patches")
         length = needed + -needed % unit
         parts = [
             {"pixel_values": values, **self._image(visual, grid[None])}
@@ -103,8 +102,7 @@ class PackedPatches:
             result |= {"image_interp_indices": taps, "image_interp_weights": weights}
         return result | {"rows": rows}
 
-    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """Return the model's own arguments."""
+    def arguments(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         grids = slots.filled(tensors[_SIZES])
         pixels = slots.filled(tensors["pixel_values"])
         numbers = torch.arange(pixels.shape[1], device=pixels.device)
@@ -198,10 +196,10 @@ class _SizesByPatch:
 
 @contextmanager
 def segmented(encoder: Any, shapes: Tensor | None = None) -> Iterator[None]:
-    """Inside, attention of an encoder gets segments ``[slots, patches]`` in place of bounds, window
-    indices are relative to their slot, and patches stay in the order of windows. ``shapes`` are the
-    sizes of each patch's image, ``[slots * patches, 3]``, for encoders that interpolate positions
-    themselves.
+    """Context manager under which attention of an encoder gets segments ``[slots, patches]`` in
+    place of bounds, window indices are relative to their slot, and patches stay in the order of
+    windows. ``shapes`` are the sizes of each patch's image, ``[slots * patches, 3]``, for encoders
+    that interpolate positions themselves.
     """
 
     def forward(plain: Any) -> Any:

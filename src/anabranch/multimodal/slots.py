@@ -85,8 +85,8 @@ class Slots:
         return result.view(len(self.counts), slots, *tensor.shape[1:])
 
 
-def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
-    """Return the number of images of each sample, from its number of placeholder tokens.
+def images_per_sample(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
+    """Count the images of each sample by its number of placeholder tokens.
 
     Raises:
         DataError: if a sample has not as many tokens as features of its images.
@@ -139,7 +139,7 @@ def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extr
     return result
 
 
-def most(needed: int, allowed: Sizes, what: str, argument: str) -> int:
+def sufficient_size(needed: int, allowed: Sizes, what: str, argument: str) -> int:
     """Return the smallest allowed size that is at least ``needed``; DataError if none is."""
     sizes = [max(needed, 1)] if allowed is None else allowed
     fitting = [size for size in ([sizes] if isinstance(sizes, int) else sizes) if size >= needed]
@@ -151,7 +151,7 @@ def most(needed: int, allowed: Sizes, what: str, argument: str) -> int:
     return min(fitting)
 
 
-def dealt(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
+def balanced_order(costs: Sequence[float], share: int, *, by_cost: bool) -> list[int]:
     """Return an order of samples in which all groups of ``share`` cost about alike: the costliest
     first, each to the group that costs least so far. Without ``by_cost`` the order stays.
 

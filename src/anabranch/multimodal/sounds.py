@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.multimodal.patches import segmented
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, most, take_rows
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, sufficient_size, take_rows
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Sounds:
     token = "audio_token_id"
     names = ("input_features", "feature_attention_mask")
 
-    def one(self, config: Any) -> dict[str, Tensor]:
-        """Return a batch with one sound."""
+    def example(self, config: Any) -> dict[str, Tensor]:
         audio = config.audio_config
         features = torch.zeros(1, audio.num_mel_bins, 2 * audio.n_window)
         return {"input_features": features, "feature_attention_mask": features[:, 0].long() + 1}
@@ -34,7 +33,7 @@ class Sounds:
         file, window = sys.modules[type(tower).__module__], tower.n_window
         lengths = batch["feature_attention_mask"].sum(1)
         needed = -(-int(lengths.max()) // (2 * window))
-        chunks = most(needed, size, "chunks in a sound", "chunks")
+        chunks = sufficient_size(needed, size, "chunks in a sound", "chunks")
         columns: dict[str, list[Tensor]] = {"features": [], "lengths": [], "segments": []}
         columns["pairs"], rows = [], []
         for features, length in zip(batch["input_features"], lengths, strict=True):
@@ -55,8 +54,7 @@ class Sounds:
         tensors = {f"audio_{name}": torch.stack(parts) for name, parts in columns.items()}
         return Inputs(tensors, rows, chunks * window // 2)
 
-    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """Return the model's own arguments."""
+    def arguments(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         lengths = slots.filled(tensors["audio_lengths"]).sum(1)
         features = slots.filled(tensors["audio_features"]).transpose(1, 2).flatten(2, 3)
         numbers = torch.arange(features.shape[2], device=features.device)

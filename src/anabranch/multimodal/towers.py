@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from anabranch.errors import DataError
 from anabranch.graph.module_state import on_meta, with_attributes
 from anabranch.multimodal.patches import UNDIVIDED, inside
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, sufficient_size
 
 _FEATURES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 """Model -> {shape of an image: number of its features}."""
@@ -34,7 +34,7 @@ class VisionTower:
     token = "image_token_id"
     names: ClassVar[tuple[str, ...]] = ("pixel_values",)
 
-    def one(self, config: Any) -> dict[str, Tensor]:
+    def example(self, config: Any) -> dict[str, Tensor]:
         """Return a batch with one image."""
         size = _pair(config.vision_config.image_size)
         one = {"pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
@@ -58,8 +58,8 @@ class VisionTower:
             known[shape] = sum(math.prod(part.shape[:-1]) for part in parts)
         return known[shape]
 
-    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """Return the model's own arguments."""
+    def arguments(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        """Return the images without empty slots, as arguments of the unchanged model."""
         return {name: slots.filled(tensors[name]) for name in self.names if name in tensors}
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -73,14 +73,13 @@ class VisionTower:
 
 
 @dataclass(frozen=True)
-class Tiled(VisionTower):
-    """Models with images ``[samples, images, 3, height, width]``, of which some may be empty."""
+class Idefics(VisionTower):
+    """Idefics3, SmolVLM: images ``[samples, images, 3, height, width]``, some of them empty."""
 
     names = ("pixel_values", "pixel_attention_mask")
 
-    def one(self, config: Any) -> dict[str, Tensor]:
-        """Return a batch with one image."""
-        return {"pixel_values": super().one(config)["pixel_values"][None]}
+    def example(self, config: Any) -> dict[str, Tensor]:
+        return {"pixel_values": super().example(config)["pixel_values"][None]}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """Return the images that are not empty, and their number in each sample."""
@@ -94,8 +93,8 @@ class Tiled(VisionTower):
         rows = [torch.arange(count)] * int(is_real.sum())
         return Inputs(tensors, rows, count, per_sample=is_real.sum(1).tolist())
 
-    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """Return the model's own arguments, with as many slots as the sample with most images."""
+    def arguments(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        """Return the images with as many slots as the sample with most images has."""
         own = replace(slots, share=1)
         most_images = int(slots.counts.max())
         return {name: own.put(slots.filled(t), most_images) for name, t in tensors.items()}
@@ -119,16 +118,15 @@ class Tiled(VisionTower):
 
 
 @dataclass(frozen=True)
-class Packed(VisionTower):
+class LlavaNext(VisionTower):
     """LLaVA-NeXT and LLaVA-OneVision: images ``[images, tiles, 3, height, width]``. Their features
     are arranged by the size of the whole image, with a learned line break between rows.
     """
 
     names = ("pixel_values", "image_sizes", "batch_num_images")
 
-    def one(self, config: Any) -> dict[str, Tensor]:
-        """Return a batch with one image."""
-        one = super().one(config)
+    def example(self, config: Any) -> dict[str, Tensor]:
+        one = super().example(config)
         return {**one, "pixel_values": one["pixel_values"][None]}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
@@ -148,7 +146,7 @@ class Packed(VisionTower):
             else 1
             for size, is_alone in zip(sizes, alone, strict=True)
         ]
-        slot_tiles = most(max(tiles, default=1), size, "tiles in an image", "patches")
+        slot_tiles = sufficient_size(max(tiles, default=1), size, "tiles in an image", "patches")
         rows = []
         with torch.no_grad():
             for image, (number, pixel_size) in enumerate(zip(tiles, sizes, strict=True)):
@@ -158,9 +156,8 @@ class Packed(VisionTower):
         tensors = {"pixel_values": pixels, "image_sizes": sizes}
         return Inputs(tensors, rows, slot_tiles * count, per_sample=per_sample)
 
-    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """Return the model's own arguments."""
-        own = super().own(tensors, slots)
+    def arguments(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        own = super().arguments(tensors, slots)
         return own | ({"batch_num_images": slots.counts} if slots.is_counted else {})
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -178,9 +175,9 @@ class Packed(VisionTower):
 
 
 @dataclass(frozen=True)
-class Sized(VisionTower):
-    """Models with images ``[images, 3, height, width]``, padded beyond their ``image_sizes``: those
-    with the tower of Pixtral, which encodes the patches of all images in one sequence.
+class Pixtral(VisionTower):
+    """Mistral3, LightOnOCR: images ``[images, 3, height, width]``, padded beyond ``image_sizes``.
+    Pixtral's tower encodes the patches of all images in one sequence.
     """
 
     names = ("pixel_values", "image_sizes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.cost.stage_weights import pass_behind
+from anabranch.cost.footprint import pass_behind
 from anabranch.graph.digraph import strongly_connected, topological_order
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.plans.stages import StageGraph

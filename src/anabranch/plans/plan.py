@@ -322,7 +322,7 @@ def _stage_lines(graph: StageGraph) -> list[str]:
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         return [
             f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
-            f"{'  '.join(columns[s])}: {span(stage.operators)}"
+            f"{'  '.join(columns[s])}: {operators_text(stage.operators)}"
             for s, stage in enumerate(graph.stages)
         ]
     alike: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
@@ -337,12 +337,12 @@ def _stage_lines(graph: StageGraph) -> list[str]:
         lines.append(
             f"  stage{plural} {ranges(stages)}, after {before}, {replicas} "
             f"device{'s' if replicas > 1 else ''}{each}, {words}{each}: "
-            f"{span(graph.stages[first].operators)}{', ...' if each else ''}"
+            f"{operators_text(graph.stages[first].operators)}{', ...' if each else ''}"
         )
     return lines
 
 
-def span(operators: Sequence[str]) -> str:
+def operators_text(operators: Sequence[str]) -> str:
     """Format operator names in one line: the first and the last, with dots in between."""
     if len(operators) < 3:
         return ", ".join(operators)

@@ -69,7 +69,6 @@ class KernelTrace:
 
     @property
     def nbytes(self) -> Floats:
-        """Bytes per kernel."""
         return np.array([k.nbytes for k in self.kernels], dtype=np.float64)
 
     @property

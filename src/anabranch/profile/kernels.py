@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anabranch.device.kinds import USUAL
+from anabranch.device.kinds import GPU
 from anabranch.errors import ProfileError
 from anabranch.graph.operations import words
 from anabranch.graph.user_lines import user_line
@@ -80,7 +80,7 @@ def cannot_estimate(what: str, error: Exception) -> ProfileError:
     text = re.split(r"\n|\. ", str(error))[0].rstrip(".")
     return ProfileError(
         f"{what} cannot be estimated ({text}): an estimate computes sizes without values, as on "
-        f"the meta device; measure the model on a device (anabranch profile MODEL --device {USUAL} "
+        f"the meta device; measure the model on a device (anabranch profile MODEL --device {GPU} "
         "or cpu), or let sizes follow from those of the batch, such as with a mask; if one process "
         "raises the same without anabranch, correct it there"
     )

@@ -24,7 +24,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +33,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from anabranch.device import accelerator
-from anabranch.errors import ProfileError
+from anabranch.errors import ProfileError, warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.weight_calls import waiting_bytes
 from anabranch.graph.module_state import copied
@@ -90,7 +89,9 @@ def measure(
         raise ValueError(f"cannot measure {repeats} repeats at {counts} samples")
     torch_device = torch.device(device)
     if torch_device.type != "cpu" and not accelerator.has_streams(torch_device):
-        raise ValueError(f"cannot measure on {device}; cpu and {accelerator.usual()} are possible")
+        raise ValueError(
+            f"cannot measure on {device}; cpu and {accelerator.default_gpu()} are possible"
+        )
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
         raise ProfileError(
             "the model was built on the meta device, which has no numbers to compute with; "
@@ -117,8 +118,8 @@ def measure(
 
 
 class Measurement:
-    """Measurement on the CPU in turns, between which the caller measures something else. So both
-    meet the same machine: the speed of a shared one changes from second to second.
+    """Measurement on the CPU in turns. The caller measures something else in between, so that
+    changes in the speed of a shared machine affect both alike.
 
     Args:
         samples: sample counts with which the model works.
@@ -278,10 +279,9 @@ def _take_turns(
         # Three steps have to fit; each takes longer at most as the samples grow.
         expected = 3 * step_s * n / benches[-1].samples if benches else 0.0
         if benches and time.perf_counter() + expected > deadline:
-            warnings.warn(
+            warn(
                 f"{', '.join(map(str, counts[len(benches) :]))} samples were not measured, for "
-                "want of time; raise the time budget or ask for smaller sample counts",
-                stacklevel=3,
+                "want of time; raise the time budget or ask for smaller sample counts"
             )
             break
         benches.append(make(n))
@@ -362,8 +362,8 @@ class _Copies:
 def _left_as_it_was(
     module: nn.Module, device: torch.device, threads: int | None = None
 ) -> Iterator[None]:
-    """Pause garbage collection, set the number of threads and put gradients aside; all of it and
-    the random state come back at the end.
+    """Context manager that pauses garbage collection, sets the number of threads and puts gradients
+    aside; restores all of it and the random state.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)

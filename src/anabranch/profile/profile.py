@@ -212,21 +212,25 @@ def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> 
 
 
 def on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
-    """Seconds rounded so that sums of them, of the forward twice, are exact."""
+    """Round seconds so that their sums are exact in any order, also with every forward twice."""
     exponent = math.frexp(2 * float(forward.sum()) + float(backward.sum()))[1]
     unit = max(math.ldexp(1.0, exponent - 52), math.ulp(0.0))
     return np.rint(forward / unit) * unit, np.rint(backward / unit) * unit
 
 
-def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:
-    """Index of the measured count below ``samples``, and their share of the way to the next."""
-    row = 0
-    while row < len(measured) - 2 and measured[row + 1] < samples:
-        row += 1
-    low, high = measured[row], measured[row + 1]
-    return row, (samples - low) / (high - low)
+def interpolation_at(
+    samples: float, measured: Sequence[int] | NDArray[np.int64]
+) -> tuple[int, float]:
+    """Return the index of the measured count below ``samples``, and their share of the way from it
+    to the next one.
+    """
+    below = 0
+    while below < len(measured) - 2 and measured[below + 1] < samples:
+        below += 1
+    low, high = measured[below], measured[below + 1]
+    return below, (samples - low) / (high - low)
 
 
-def between(low: Any, high: Any, share: float) -> Any:
-    """Seconds at this share of the way from low to high; exactly those at either end."""
+def interpolated(low: Any, high: Any, share: float) -> Any:
+    """Return seconds at a share of the way from low to high; exactly these at either end."""
     return low * (1 - share) + high * share

@@ -156,7 +156,6 @@ def shown_timeline(title: str, timeline: Timeline, graph: StageGraph, mode: str)
 
 
 def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
-    """Timelines of a run."""
     graph = run.plan.stage_graph
     return [shown_timeline(before + title, t, graph, run.mode) for title, t in run.timelines]
 

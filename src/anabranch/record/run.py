@@ -57,7 +57,6 @@ class Origin:
 
     @staticmethod
     def here() -> Origin:
-        """Return the origin of this process, now."""
         name, *arguments = sys.argv or [""]
         name = "anabranch" if name.endswith(("/anabranch", "anabranch/__main__.py")) else name
         return Origin(

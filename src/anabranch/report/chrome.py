@@ -96,7 +96,6 @@ def _complete(
     category: str,
     details: Mapping[str, Any],
 ) -> Event:
-    """Return a complete event, which has start and duration."""
     return {
         "ph": "X",
         "pid": span.device,

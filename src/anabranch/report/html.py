@@ -82,7 +82,6 @@ def spent(parts: Sequence[tuple[str, float, str]], step_s: float) -> ReportTable
 
 
 def ms(seconds: float) -> str:
-    """Format seconds as milliseconds for a column."""
     return f"{seconds * 1e3:.2f}"
 
 
@@ -226,7 +225,6 @@ def _header(plan: Plan, title: str, first: str) -> str:
 
 
 def _predicted(plan: Plan) -> list[Figure]:
-    """Return the predicted figures of a plan."""
     graph, predicted = plan.stage_graph, plan.predicted
     what = "step" if plan.mode == "sync" else "time per mini-batch"
     if predicted is None:
@@ -324,7 +322,6 @@ def _scrolling(content: str, label: str = "") -> str:
 
 
 def _canvas(name: str, title: str) -> str:
-    """Return the element of a canvas."""
     keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
     extra = keys if name == "timeline" else ""
     missing = "<noscript>drawn by a script</noscript>"

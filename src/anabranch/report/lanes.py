@@ -72,7 +72,6 @@ class DrawnMessage:
 
     @property
     def start(self) -> float:
-        """Start of the send."""
         return self.sent.start
 
     @property

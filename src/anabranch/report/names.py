@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
 
-from anabranch.plans.plan import ranges, span
+from anabranch.plans.plan import operators_text, ranges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Kind
 
@@ -30,8 +30,8 @@ def same_stages(graph: StageGraph) -> Hashable:
 
 
 def operators(stage: Stage, prefix: str) -> str:
-    """Format the operators of a stage in one line, see ``plans.plan.span``."""
-    return span([name.removeprefix(prefix) for name in stage.operators])
+    """Format the operators of a stage in one line, see ``plans.plan.operators_text``."""
+    return operators_text([name.removeprefix(prefix) for name in stage.operators])
 
 
 def devices(stage: Stage) -> str:

@@ -51,7 +51,6 @@ Box = Callable[[int, float, float], Sequence[str]]
 
 
 def width_of(graph: StageGraph) -> float:
-    """Return the width of the picture with names."""
     columns = max(longest_distances(len(graph), graph.edges)) + 1
     return 2 * NAMED.side + columns * (NAMED.width + NAMED.gap) - NAMED.gap
 

@@ -160,7 +160,6 @@ def num(value: float) -> str:
 def rect(
     css: str, x: float, y: float, width: float, height: float, *, radius: float = 0, extra: str = ""
 ) -> str:
-    """Return a rectangle."""
     corner = f' rx="{num(radius)}"' if radius else ""
     place = f'x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{num(height)}"'
     return f'<rect class="{css}" {place}{corner}{extra}/>'

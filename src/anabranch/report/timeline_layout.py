@@ -57,12 +57,10 @@ class Panel:
 
     @property
     def box_height(self) -> float:
-        """Height of the boxes of actions."""
         return self.row_height - self.sum_height
 
     @property
     def label_size(self) -> float:
-        """Type size of the labels of rows."""
         return min(PIXELS.label, max(self.row_height - 1, 7.5))
 
     @property
@@ -104,7 +102,6 @@ class TimelineLayout:
         return "mini-batch" if self.is_endless and whole else "micro-batch"
 
     def x(self, seconds: float) -> float:
-        """Return the x of a time."""
         return self.left + seconds * (self.right - self.left) / self.horizon_s
 
 

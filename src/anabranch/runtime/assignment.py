@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anabranch.device.accelerator import claim, prepare, settings, usual
+from anabranch.device.accelerator import claim, default_gpu, prepare, settings
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import Split
@@ -122,7 +122,7 @@ def assign(
 
 def refused_between_gpus(captured: Captured, plan: Plan) -> list[str]:
     """Return why ranks with a GPU each refuse a plan for its connections, if they do."""
-    graph, device = plan.stage_graph, usual()
+    graph, device = plan.stage_graph, default_gpu()
     pairs = {channel[:2] for channel in channels(graph)}
     sets = Holders.of(parts_of(captured, plan, exact=False), graph).sets
     try:

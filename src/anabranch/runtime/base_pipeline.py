@@ -34,6 +34,7 @@ class BasePipeline:
         self.plan, self._session = plan, session
         self._mesh, self._state = session.mesh, session.state
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
+        session.checkpoints.settle = self._settle
         return session
 
     @classmethod
@@ -60,7 +61,7 @@ class BasePipeline:
         return pipeline
 
     def _take_over(self, saved: Checkpoint) -> None:
-        """Take over what only a pipeline of this kind has in its checkpoints."""
+        """Load the entries of a checkpoint that only a pipeline of this kind writes."""
 
     @classmethod
     def from_weights(cls, path: str | Path, workload: Workload, plan: Plan, **options: Any) -> Self:
@@ -170,8 +171,6 @@ class BasePipeline:
         Raises:
             TrainingError: if it could not be written.
         """
-        if self._session.checkpoints.is_open:
-            self._settle()
         self._session.checkpoints.finish()
 
     def close(self) -> None:

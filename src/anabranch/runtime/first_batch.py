@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from anabranch.errors import warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.loss_kinds import loss_notes
 from anabranch.graph.reverted import unchanged_state, without_gradients
@@ -137,12 +137,12 @@ class FirstBatch:
         stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
         sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
         for sentence in loss_notes(None, (), stateful) if self._mesh.rank == 0 and sliced else ():
-            warnings.warn(sentence, stacklevel=7)
+            warn(sentence)
         optimizer, holders = self._state.optimizer, self._assignment.holders
         if optimizer is None or self._mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
             return
         if self._mesh.rank == min(r for name in holders.parameters for r in holders.updaters(name)):
-            warnings.warn(unlike, stacklevel=7)
+            warn(unlike)
 
 
 def warm_up(

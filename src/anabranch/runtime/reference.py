@@ -111,7 +111,7 @@ def reference(
 
 @contextmanager
 def same_numbers(module: nn.Module) -> Iterator[None]:
-    """Context in which a module draws the same random numbers; torch's own go on afterwards."""
+    """Context manager under which a module draws the same numbers; restores torch's own state."""
     device = start_of(module)
     gpus = [device] if accelerator.is_on_accelerator(device) else []
     with torch.random.fork_rng(gpus, device_type=device.type):

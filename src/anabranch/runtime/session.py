@@ -7,7 +7,6 @@ they tell each other of failures. The order of passes and updates is the pipelin
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import AnabranchError, DataError, TrainingError
+from anabranch.errors import AnabranchError, DataError, TrainingError, warn
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.assignment import assign
@@ -91,7 +90,7 @@ class Session:
         stall_s = timeout if stall_s is None else stall_s
         self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, options.patience)
         if mesh.rank == 0 and (text := plan.other_model(captured.graph)):
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
@@ -161,7 +160,11 @@ class Session:
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
-        leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
+        try:
+            leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
+        except DataError:
+            self._finish_saving()
+            raise
         self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
@@ -282,11 +285,14 @@ class Session:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        if not self.checkpoints.is_open:  # its step was a good one
-            with suppress(AnabranchError):
-                self.checkpoints.finish()
+        self._finish_saving()
         self.mesh.failure.publish(error)
         self.abort()
+
+    def _finish_saving(self) -> None:
+        """Complete the checkpoint of a good step, from which training goes on after bad data."""
+        with suppress(AnabranchError):
+            self.checkpoints.finish()
 
     def abort(self) -> None:
         """Close after a failure, without waiting for any operation in progress."""

@@ -175,7 +175,6 @@ class LateTotals:
                 yield loss
 
     def clear(self) -> None:
-        """Forget all steps."""
         for steps in (self._given_out, self._learned, self.begun):
             steps.clear()
         self.newest = None

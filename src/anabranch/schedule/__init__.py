@@ -1,4 +1,7 @@
-"""Schedules: a table of rules by name, and functions from stages to a checked schedule."""
+"""Schedules: a table of rules by name, and functions from stages to a checked schedule.
+
+NumPy is imported where it is used, as the command line lists schedules in its help without it.
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,6 @@ def require_in_flight(graph: StageGraph) -> None:
 def per_device(graph: StageGraph, orders: Sequence[Order]) -> Schedule:
     """Return the schedule: per device the order of its stage, or its stages' orders merged."""
     if graph.shares_devices:
-        # It loads NumPy, without which the command line lists schedules in its help.
         from anabranch.schedule.list_passes import interleaved
 
         return Schedule(interleaved(graph, orders))

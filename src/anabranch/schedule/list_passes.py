@@ -52,7 +52,6 @@ class ScheduledList(NamedTuple):
 
     @property
     def end(self) -> float:
-        """The end of the step."""
         return float(self.ends.max())
 
 
@@ -146,7 +145,6 @@ class ListPasses:
         return ScheduledList(order, moved)
 
     def seconds(self, lengths: Lengths) -> Floats:
-        """Return the length of each pass."""
         kind = np.where(self._is_whole, 3, self._kind)
         seconds: Floats = (self._stop - self._first) * np.array(lengths)[self._stage, kind]
         return seconds

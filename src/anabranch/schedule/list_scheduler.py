@@ -121,7 +121,6 @@ def _urgency(s: int, problem: ListProblem, state: ListState) -> int:
 
 
 def _begin(s: int, done: int, problem: ListProblem, state: ListState) -> None:
-    """Begin the next pass of a stage."""
     kind = state.kind[s]
     number = problem.number[3 * s + kind] + state.begun[3 * s + kind]
     state.begun[3 * s + kind] += 1

@@ -24,7 +24,6 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph, part_of
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
-# NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
     from anabranch.compiled import Ints
 
@@ -34,7 +33,6 @@ Compute = tuple[int, int, bool, int]
 
 
 def compute_of(action: Action, device: int) -> Compute:
-    """Return the key of a compute on a device."""
     return action.stage, device, action.kind.is_forward, action.microbatch
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from anabranch.errors import InvalidScheduleError
 from anabranch.remembered import remembered
 
-# NumPy is imported where it is used: the command line lists schedules in its help at once.
 if TYPE_CHECKING:
     from anabranch.compiled import Ints
 
@@ -44,7 +43,6 @@ class Kind(StrEnum):
 
     @cached_property
     def number(self) -> int:
-        """Index among the kinds."""
         return [*Kind].index(self)
 
     @cached_property
@@ -54,12 +52,10 @@ class Kind(StrEnum):
 
     @cached_property
     def is_send(self) -> bool:
-        """True for sends."""
         return self.value in ("SF", "SB")
 
     @cached_property
     def is_receive(self) -> bool:
-        """True for receives."""
         return self.value in ("RF", "RB")
 
     @cached_property

@@ -51,7 +51,6 @@ class ZeroBubble:
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
         """Set the most micro-batches between a forward and the end of its backward."""
         graph = with_in_flight(graph, self.most_in_flight(graph, room))
-        # NumPy is imported where it is used: the command line lists schedules in its help at once.
         from anabranch.schedule.list_passes import ListPasses, lengths_of
 
         passes = ListPasses(graph)

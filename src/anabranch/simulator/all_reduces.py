@@ -58,7 +58,6 @@ class AllReduce(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property

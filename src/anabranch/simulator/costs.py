@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.cost.buckets import turn
+from anabranch.cost.buckets import all_reduce_order
 from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.overheads import agreement_s
@@ -225,7 +225,7 @@ class ModelCosts(StepCosts):
         """Return an all-reduce per set of stages with common parameters, over all their devices."""
         groups = {(s,) for s in range(len(self.graph))} | {*self.tied_stages()}
         works = (work for work in map(self._sum, groups) if work)
-        return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
+        return tuple(sorted(works, key=lambda work: all_reduce_order(work.devices, work.stages)))
 
     def _sum(self, stages: tuple[int, ...]) -> AllReduce | None:
         """Return the all-reduce of the parameters that exactly these stages read."""

@@ -105,7 +105,6 @@ def _advance(d: int, clock: ClockRecord, step: Tables) -> None:
 
 
 def _post(first: int, stop: int, clock: ClockRecord, step: Tables) -> None:
-    """Post the receives of messages."""
     for i in range(first, stop):
         _meet(step.lists[i], clock, step)
 
@@ -168,7 +167,6 @@ def _wait(d: int, barrier: BarrierRecord, devices: Table[DeviceRecord]) -> None:
 
 
 def _start(d: int, clock: ClockRecord, step: Tables) -> None:
-    """Start the unit of a device."""
     device = step.devices[d]
     step.runs[device.run].start = clock.now
     device.part = step.units[device.unit].first

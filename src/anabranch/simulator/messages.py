@@ -137,7 +137,6 @@ class Transfers(NamedTuple):
 
 
 def transfers_of(graph: StageGraph, costs: StepCosts) -> Transfers:
-    """Return the messages of a stage graph."""
     ways = [*directions(graph, costs.message_edges)]
     tables = [message_table(graph, s, t, forward=forward) for s, t, forward in ways]
     way = np.repeat(np.arange(len(ways)), np.array([part.shape[1] for part in tables], np.int64))

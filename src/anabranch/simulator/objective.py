@@ -244,8 +244,8 @@ Objective = ShortestStep | ShortestPeriod
 
 
 def peak_bytes(costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
-    """Return the most bytes on the fullest device. For a list schedule an upper bound, which is
-    quicker to tell, is returned if that fits as well.
+    """Return the most bytes on the fullest device; for a list schedule an upper bound, which is
+    quicker, if that fits.
     """
     in_flight = [stage.in_flight for stage in graph.stages]
     is_list = schedule in LISTS

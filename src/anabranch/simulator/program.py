@@ -120,7 +120,6 @@ class ComputeUnits:
         return self._priced(stage, action.kind, stop - start, is_last)
 
     def update(self, stage: int) -> int:
-        """Return the number of the unit of the update of a stage."""
         return self.number(ComputeUnit(stage, self._update_s(stage), role=Role.UPDATE))
 
     def overhead(self, seconds: float) -> int:
@@ -180,7 +179,6 @@ class Program:
 
     @property
     def size(self) -> int:
-        """Number of messages."""
         return len(self.messages)
 
     @cached_property

@@ -48,8 +48,8 @@ class Repetitions:
     Attributes:
         steps_in_a_row: steps that are simulated to see how long one takes behind others.
         most_in_a_row: most entries of these steps; more take too long to be worth it.
-        tolerance: how much devices may differ in what one more batch takes them, as a share of the
-            longest run: rounding.
+        tolerance: difference between devices in the seconds of one more batch that counts as
+            rounding, as a share of the longest run.
         batches: batches that each of three streams has more than the one before.
         most_streams: number of attempts with three streams, each twice as long as the last.
         shown: mini-batches that a timeline shows beyond those that fill the pipeline.

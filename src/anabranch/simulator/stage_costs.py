@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.cost import CostModel
+from anabranch.cost.footprint import StageFootprint
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
-from anabranch.cost.stage_weights import StageWeights
 from anabranch.graph.opgraph import bits
 from anabranch.plans.stages import Stage
 from anabranch.remembered import remembered
@@ -65,13 +65,11 @@ class StageCosts:
 
     @cached_property
     def mask(self) -> int:
-        """Bit mask of its operators."""
         return self.cost.graph.mask(self.stage.operators)
 
     @cached_property
-    def weights(self) -> StageWeights:
-        """Bytes that do not depend on the micro-batch size."""
-        return self.cost.weights(self.mask)
+    def footprint(self) -> StageFootprint:
+        return self.cost.footprint(self.mask)
 
     @remembered
     def compute_s(self, samples: int) -> tuple[float, float]:
@@ -157,7 +155,7 @@ class StageCosts:
             # Replicas add terms in one order; the first two add the next one to theirs at once.
             updated, terms = self.updated[replica], min(max(replica, 1), MOST_TERMS)
         return self.cost.memory(
-            self.weights,
+            self.footprint,
             stage.microbatch_size,
             stage.replicas,
             recompute=stage.recompute,
@@ -169,10 +167,10 @@ class StageCosts:
     @remembered
     def flight_bytes(self, samples: int) -> FlightBytes:
         """Bytes of a micro-batch; activations are held, or recomputed during the backward."""
-        weights, recompute = self.weights, self.stage.recompute
-        flight = self.cost.memory(weights, samples, 1, recompute=recompute).flight
-        again = (weights.kept * samples + weights.kept_fixed) * recompute
-        whole, (halves, per_sample) = weights.passes, self.cost.split_passes(self.mask)
+        footprint, recompute = self.footprint, self.stage.recompute
+        flight = self.cost.memory(footprint, samples, 1, recompute=recompute).flight
+        again = (footprint.kept * samples + footprint.kept_fixed) * recompute
+        whole, (halves, per_sample) = footprint.passes, self.cost.split_passes(self.mask)
         forward, first_half = whole.at(samples), again + halves.at(samples)
         waiting = again + per_sample * samples
         return FlightBytes(*map(float, (flight, forward, again + forward, first_half, waiting)))

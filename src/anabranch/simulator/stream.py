@@ -105,7 +105,6 @@ def steady(order: AsynchronousOrder, costs: StepCosts) -> Steady:
 
 
 def _run(order: AsynchronousOrder, costs: StepCosts, batches: int) -> StepRun:
-    """Simulate a number of batches in a row."""
     whole, schedule = order.computes(batches)
     return simulate(whole, schedule, costs, per_update=order.per_update)
 

@@ -143,8 +143,8 @@ def _work_and_way_s(cost: CostModel, batch_size: int) -> float:
 
 
 def work_floor(cost: CostModel, batch_size: int) -> float:
-    """Seconds of all operators, each at the slice where a sample takes least, over the devices, or
-    over what those compute at once that share cores.
+    """Seconds of all operators, each at the slice with the least time per sample, over the devices,
+    or over the compute that devices with shared cores do at once.
     """
     seconds = float(least_s_per_sample(cost, batch_size).sum())
     return seconds * batch_size / computed_at_once(cost.cluster)

@@ -24,7 +24,8 @@ def check_plan(
     *,
     optimizer: OptimizerFacts | None = None,
 ) -> list[str]:
-    """List faults of a plan, a line each: of its schedule, and given both, of C1-C4 and memory.
+    """List faults of a plan, a line each: its schedule and, with profile and cluster, C1-C4 and
+    memory.
 
     Raises:
         ValueError: if only one of profile and cluster is given.

@@ -96,7 +96,7 @@ def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | N
 
 
 def to_its_end(make: Callable[[], Plan]) -> Plan:
-    """Make the plan of a search that is over; only a second interrupt ends that last moment."""
+    """Make the plan of a finished search, even after an interrupt; a second one ends it."""
     try:
         return make()
     except KeyboardInterrupt:

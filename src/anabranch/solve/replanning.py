@@ -80,7 +80,6 @@ class Change:
 
     @property
     def gain_s(self) -> float:
-        """Seconds of a step that are saved."""
         return self.now_s - self.then_s
 
     def repays(self, steps: int, cost_s: float) -> bool:
@@ -101,7 +100,6 @@ class Replanner:
     options: Mapping[str, Any]
 
     def expected(self, plan: Plan) -> Timeline:
-        """Return the predicted timeline of a plan."""
         return simulate(plan, self.profile, self.cluster)
 
     def most_gain_s(self, plan: Plan, measured: Measured) -> float:

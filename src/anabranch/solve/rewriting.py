@@ -91,7 +91,6 @@ class TriedRewrites:
 
     @property
     def best(self) -> Plan | None:
-        """The plan to take, if there is any."""
         return choose_rewrite(self.written, [plan for plan, _ in self.plans.values()])
 
     def chosen(self) -> Plan:
@@ -102,7 +101,6 @@ class TriedRewrites:
         return replace(self.best, notes=(*self.best.notes, gain_note(self.written, self.best)))
 
     def origin(self, plan: Plan) -> tuple[tuple[str, ...], Profile]:
-        """The rewrites and the profile of a plan."""
         for names, (other, profile) in self.plans.items():
             if other is plan:
                 return tuple(names.split(",")), profile

@@ -171,5 +171,4 @@ def least_bounds(
 
 
 def _passes(graph: StageGraph) -> int:
-    """Return the number of passes of a list schedule."""
     return 3 * sum(map(graph.num_microbatches, range(len(graph))))

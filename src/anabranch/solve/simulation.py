@@ -93,7 +93,6 @@ def foreseen(
 def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
-    """Return the figures of a plan from its timeline."""
     several = graph.shares_devices
     return Prediction(
         step_s=timeline.step_s,

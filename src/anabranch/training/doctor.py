@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anabranch.cluster import Cluster
-from anabranch.device.kinds import USUAL
+from anabranch.device.kinds import GPU
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.capture import capture_workload
 from anabranch.graph.digraph import path_before
@@ -70,7 +70,6 @@ class Examination:
 
     @property
     def capturable(self) -> bool:
-        """Return True if the model can be captured."""
         return not self.error
 
 
@@ -103,7 +102,7 @@ def examine(
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            profile = estimate(captured.under_autocast(precision, USUAL), device, counts)
+            profile = estimate(captured.under_autocast(precision, GPU), device, counts)
         findings += [" ".join(str(warning.message).split()) for warning in warned]
         width = branches(profile)
         first = plan(profile, cluster, batch_size, model=name, improve=False)

@@ -1,4 +1,4 @@
-"""Sentences on a model that are to be known before it is planned and trained."""
+"""Facts about a model to know before it is planned and trained, one sentence each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from anabranch.workload import Workload
 
 
 def findings_without_capture(workload: Workload) -> list[str]:
-    """Sentences on a model that may be none that can be captured."""
+    """Return facts about a model and its recipes that need no capture, as it may be impossible."""
     return [*_of_module(workload.module), *_of_recipes(workload)]
 
 
 def findings_of(captured: Captured, workload: Workload, batch_size: int) -> list[str]:
-    """Sentences on a captured model, with the reasons why it cannot be trained."""
+    """Return facts about a captured model, with the reasons why it cannot be trained."""
     findings = []
     try:
         require_recipe_updates(workload, captured.graph)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from anabranch.checkpoint.series import best_evaluation, mark_best, step_folder
-from anabranch.errors import DataError, TrainingError
+from anabranch.errors import DataError, TrainingError, warn
 from anabranch.plans.plan import Plan
 from anabranch.record import Evaluation, Run
 from anabranch.record.run import finite
@@ -98,8 +97,8 @@ class TrainingRun(Generic[_Pipe]):
         self.batches = islice(batches, None if steps is None else max(steps - done, 0))
 
     def _take_over(self, copied: Mapping[str, Any], save_every: SaveEvery | None) -> None:
-        """Go on from a copy in memory. The checkpoint of its step may be unfinished, so all before
-        that step count as saved; and so may one for which the evaluation of that step asked.
+        """Go on from a copy in memory. Only checkpoints before its step count as saved: that of its
+        step, and one that the evaluation of its step asked for, may be unfinished.
         """
         self._first_step, self._copied_step = int(copied["first_step"]), self.pipe.step_number
         self._saved_step = self.pipe.step_number - 1
@@ -250,7 +249,6 @@ class TrainingRun(Generic[_Pipe]):
         return self._metrics if is_known else None
 
     def require_steps(self) -> None:
-        """Refuse a run that has made no steps."""
         if self.reporter.losses or self._evaluates_alone:
             return
         if INTERRUPT.agreed:
@@ -283,11 +281,10 @@ class TrainingRun(Generic[_Pipe]):
 def _warn_of_untold_epochs(pipe: _Pipe) -> None:
     """Warn that a checkpoint comes from a loop with batches of its own."""
     if pipe.rank == 0:
-        warnings.warn(
+        warn(
             f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
             "trained it, which read its data itself, so epochs and batches count from here; "
-            "ask for those that are left, or read by Pipeline.batches in the loop",
-            stacklevel=4,
+            "ask for those that are left, or read by Pipeline.batches in the loop"
         )
 
 

@@ -137,7 +137,7 @@ class _Priced:
         """Seconds of the all-reduce; with samples, what sticks out of their backward."""
 
         def reduced(count: int) -> float:
-            return cost.stage_held_bytes(ops[:count]).summed
+            return cost.stage_parameter_bytes(ops[:count]).summed
 
         per_byte, latency_s = cost.all_reduce_price(stage.devices)
         if not reduced(len(ops)):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import Ints
+from anabranch.cost.nested_sets import Ints
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.dapple.placement import Machines

@@ -7,7 +7,7 @@ from functools import cache
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_sets import NestedSets
 from anabranch.graph.opgraph import BATCH, bits
 from anabranch.planner.pipedream.terms import PlannedSpan, Terms, tiers
 from anabranch.planner.toolkit.prices import MicrobatchPrices
@@ -103,7 +103,7 @@ class Reference:
         """2 (m - 1) w / (B R), R micro-batches per all-reduce."""
         prices = self.terms.prices
         every = prices.num_microbatches if self.terms.accumulate else copies * m
-        weights = prices.cost.stage_held_bytes(self.ops(u, v)).trainable
+        weights = prices.cost.stage_parameter_bytes(self.ops(u, v)).trainable
         return 2 * (m - 1) * weights / (self.terms.tiers[level].bandwidth * every)
 
     def cut_s(self, level: int, copies: int, s: int) -> float:

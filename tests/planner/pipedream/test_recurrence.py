@@ -86,7 +86,7 @@ def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds
         return max(inside, 2 * (m - 1) * weights / terms.tiers[k - 1].bandwidth) / m
 
     def profile_weights(u: int, v: int) -> int:
-        return terms.prices.cost.stage_held_bytes(reference.ops(u, v)).trainable
+        return terms.prices.cost.stage_parameter_bytes(reference.ops(u, v)).trainable
 
     levels = len(terms.tiers)
     wanted = a(levels, 0, len(profile.graph), terms.tiers[-1].size)

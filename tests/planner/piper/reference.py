@@ -48,7 +48,7 @@ class Reference:
             enters = not made and value.producer != BATCH and inside
             nbytes += value.size(n) * (1 + value.grad) * bool(leaves or enters)
         seconds += nbytes * self.cost.border_price(mode.replicas)
-        reduced = self.cost.stage_held_bytes(ops).summed
+        reduced = self.cost.stage_parameter_bytes(ops).summed
         reduce_s = all_reduce_s(reduced, *self.prices.ring(mode.replicas))
         return seconds + float(reduce_s) / self.prices.num_microbatches
 

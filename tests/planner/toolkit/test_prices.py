@@ -4,7 +4,7 @@ import numpy as np
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.cost.stage_weights import Border, Held, StageWeights, Traffic
+from anabranch.cost.footprint import Border, ParameterBytes, StageFootprint, Traffic
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Part, period_s, traffic_s
 from anabranch.planner.toolkit.problem import Problem
 from tests.planner import shapes
@@ -22,9 +22,12 @@ def test_headroom():
     base = two_priced()
     for size, expected in ((2, 3), (4, UNBOUNDED), (8, UNBOUNDED)):
         some = MicrobatchPrices(base.cost, 16, size, (1,), 1000.0)
-        assert some.headroom(StageWeights(Held(100, 0, 0, 0), 200 / size, SEALED), 1) == expected
-    assert base.headroom(StageWeights(Held(2e5, 0, 0, 0), 1, SEALED), 1) == -1
-    assert base.headroom(StageWeights(Held(10, 0, 0, 0), 0, SEALED), 1) == UNBOUNDED
+        assert (
+            some.headroom(StageFootprint(ParameterBytes(100, 0, 0, 0), 200 / size, SEALED), 1)
+            == expected
+        )
+    assert base.headroom(StageFootprint(ParameterBytes(2e5, 0, 0, 0), 1, SEALED), 1) == -1
+    assert base.headroom(StageFootprint(ParameterBytes(10, 0, 0, 0), 0, SEALED), 1) == UNBOUNDED
 
 
 def test_degrees():

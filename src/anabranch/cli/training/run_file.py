@@ -28,7 +28,7 @@ import typer
 
 from anabranch.cli.parsing import in_plain_words
 from anabranch.cli.source import model_in_file
-from anabranch.errors import FileFormatError, meant
+from anabranch.errors import FileFormatError, suggestion
 
 _MODEL, _OPTIONS = "model", "options"
 _RUN_FILE = "anabranch.run_file"
@@ -54,7 +54,7 @@ def model_or_file(context: typer.Context, model: str) -> str:
             )
         elif name not in known:
             keys = [*known, _OPTIONS]
-            hint = meant(name, keys) or f"; keys are {', '.join(sorted(keys))}"
+            hint = suggestion(name, keys) or f"; keys are {', '.join(sorted(keys))}"
             raise typer.BadParameter(f"{path}: there is no option {key!r}{hint}")
         elif known[name].name in defaults:
             raise typer.BadParameter(f"{path}: {key} is there twice, once with an underscore")

@@ -59,7 +59,6 @@ class RunSoFar:
         self._file.truncate()
 
     def __call__(self, made: Event | Run) -> None:
-        """Note an event, or the run."""
         with suppress(OSError):  # a full disk must not end training
             pickle.dump(made, self._file)
 

@@ -16,7 +16,7 @@ from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.spread import Settings
 from anabranch.cli.training.run_file import go_on, in_file, model_or_file, require_trust
-from anabranch.errors import meant
+from anabranch.errors import suggestion
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Mode, Plan
 from anabranch.weights import WeightPolicy, policy_named
@@ -236,7 +236,7 @@ def _logger(text: str) -> "Callback":
     if kind not in _LOGS:
         *most, last = (f"{known}:{what}" for known, (what, _) in _LOGS.items())
         raise typer.BadParameter(
-            f"--log {text}: there is no log {kind!r}{meant(kind, _LOGS)}; write "
+            f"--log {text}: there is no log {kind!r}{suggestion(kind, _LOGS)}; write "
             f"{', '.join(most)} or {last}"
         )
     what, maker = _LOGS[kind]

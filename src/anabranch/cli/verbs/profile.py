@@ -10,7 +10,7 @@ from anabranch.cli.output import print_json, print_table, say, say_written
 from anabranch.cli.parsing import parse_counts
 from anabranch.cli.settings import EstimatedModelSettings
 from anabranch.cli.spread import spread
-from anabranch.device.kinds import USUAL
+from anabranch.device.kinds import GPU
 
 
 @spread
@@ -18,9 +18,7 @@ def profile(
     model: EstimatedModelSettings,
     device: Annotated[
         str,
-        typer.Option(
-            help=f"cpu or {USUAL}: measure here; v100, a100, h100, h200 or b200: estimate."
-        ),
+        typer.Option(help=f"cpu or {GPU}: measure here; v100, a100, h100, h200 or b200: estimate."),
     ] = "cpu",
     samples: str | None = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,

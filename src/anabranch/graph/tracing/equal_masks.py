@@ -20,7 +20,7 @@ _CHOICES = {"__getitem__", "__setitem__", "masked_select", "nonzero", "where"}
 
 
 class EqualMasks(TorchFunctionMode):
-    """Inside, entries are chosen by the first of several masks that are computed alike."""
+    """Mode in which entries are chosen by the first of several masks that are computed alike."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,8 +49,8 @@ Python's default such searches take 6 to 12 % of a capture, and save 1 % of its 
 
 @contextlib.contextmanager
 def tracing_alone() -> Iterator[None]:
-    """Inside, no other thread traces, as what is patched is that of all threads, and Python looks
-    for cycles of garbage rarely; not at all if it did not before.
+    """Context manager that lets one thread trace at a time, as patches hold for all threads, and
+    makes Python's searches for cycles of garbage rare, if there are any.
     """
     with _TRACING:
         least, *others = gc.get_threshold()
@@ -68,9 +68,10 @@ def without_raising_guards(
     state: Sequence[torch.Tensor | None] = (),
     asked: set[int] | None = None,
 ) -> Iterator[None]:
-    """Inside, traced forwards go past checks that raise; ``left_out`` gets file and line of each.
-    Work that is left out on empty ``selections`` is traced. ``state`` has the values of the first
-    inputs of the trace, where they are known; ``asked`` gets the positions of those that decide.
+    """Context manager under which traced forwards pass checks that only raise; ``left_out`` gets
+    file and line of each. Work that is left out on empty ``selections`` is traced. ``state`` has
+    the values of the first inputs of the trace, where they are known; ``asked`` gets the positions
+    of those that decide.
 
     ``if labels.max() >= 10: raise`` needs the value of a tensor in Python, so it has no graph; but
     only one of its branches goes on. The truth of a tensor in such a check is what lets the forward
@@ -247,8 +248,8 @@ def _computed(
 
 
 class NoGradDetached(TorchFunctionMode):
-    """Inside, results that have no gradient, though an argument has one, are detached: an exported
-    program forgets ``no_grad`` in a region of ``torch.autocast``, also where that is disabled.
+    """Mode that detaches results without a gradient of arguments that have one: an exported program
+    forgets ``no_grad`` in a region of ``torch.autocast``, also where that is disabled.
     """
 
     def __torch_function__(
@@ -362,8 +363,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 
 
 def library_rules(*, dynamic: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside, library code can be traced that says otherwise what it means. A trace that is not
-    ``dynamic``, of one number of samples, has the calls of those of others.
+    """Context manager that puts code with the same values in place of library code that cannot be
+    traced. Without ``dynamic``, a trace for one number of samples makes the calls of others.
     """
     loaded = [(sys.modules.get(name), key, make) for name, key, make in _RULES]
     # Other versions of a library may not have a name.

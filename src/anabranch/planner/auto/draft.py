@@ -56,7 +56,6 @@ class Draft(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """S."""
         return len(self.k)
 
 

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 
 from anabranch.compiled import Ints, Table, record_type, records
 from anabranch.cost import CostModel
+from anabranch.cost.footprint import ParameterBytes
 from anabranch.cost.overheads import computed_at_once, slowdown_of
-from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto import stage_records as tables
 from anabranch.planner.auto.draft import Draft
@@ -147,10 +147,10 @@ def _seconds(cost: CostModel) -> tuple[Any, Any]:
 def _bytes(cost: CostModel) -> Table[tables.OperatorBytes]:
     """Return bytes of operators; a parameter of several operators counts for the first."""
     table = records(tables.OperatorBytes, len(cost.graph))
-    held = Held(*(part.copy() for part in cost.own_parameter_bytes))
+    held = ParameterBytes(*(part.copy() for part in cost.own_parameter_bytes))
     for mask, parameter in cost.tied:
         first = (mask & -mask).bit_length() - 1
-        for kind, nbytes in zip(held, cost.held_bytes(parameter), strict=True):
+        for kind, nbytes in zip(held, cost.parameter_bytes(parameter), strict=True):
             kind[first] += nbytes
     for name, nbytes in held._asdict().items():
         table[name] = nbytes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from anabranch.compiled import Table
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes, piece_count
 from anabranch.cost.communication import all_reduce_price, all_reduce_s, transfer_s
-from anabranch.cost.stage_weights import summed_bytes, touched_bytes
+from anabranch.cost.footprint import summed_bytes, touched_bytes
 from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     LevelRecord,
@@ -37,7 +37,6 @@ def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
 
 
 def message_bytes(edge: EdgeRecord, way: int, samples: int) -> float:
-    """Return the bytes of a message with a number of samples."""
     return float(edge.per_sample[way] * samples + edge.fixed[way])
 
 
@@ -243,7 +242,6 @@ def _ring(stage: StageRecord, levels: Table[LevelRecord]) -> tuple[float, float]
 
 
 def _piece(stage: StageRecord) -> float:
-    """Return the bytes of a stage's next piece."""
     return piece_bytes(stage.cut, stage.gradients - stage.cut)
 
 

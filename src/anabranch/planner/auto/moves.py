@@ -160,7 +160,6 @@ def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False)
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Swap the stages of two devices."""
     a, b = _below(len(draft.owner), rng), _below(len(draft.owner), rng)
     if draft.owner[a] == draft.owner[b]:
         return None
@@ -170,7 +169,6 @@ def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Swap the devices of two stages."""
     count = draft.num_stages
     if count == 1:
         return None

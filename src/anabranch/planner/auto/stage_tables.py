@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import fewest_cards
 from anabranch.compiled import Floats, Ints, Table
+from anabranch.cost.footprint import pass_behind
 from anabranch.cost.memory import MOST_TERMS, OptimizerBytes, StageBytes, device_memory
-from anabranch.cost.stage_weights import pass_behind
 from anabranch.planner.auto.stage_records import (
     LevelRecord,
     Numbers,
@@ -21,7 +21,7 @@ from anabranch.planner.auto.stage_records import (
     State,
 )
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
-from anabranch.profile.profile import between, row_below
+from anabranch.profile.profile import interpolated, interpolation_at
 
 
 def count_devices(
@@ -79,8 +79,8 @@ def split_samples(problem: PricedModel, stages: Table[StageRecord]) -> bool:
         stage.last = numbers.batch_size - (stage.total - 1) * b
         if max(stage.last // replicas, 1) < numbers.fewest or stage.samples > numbers.most:
             return False
-        stage.row[0], stage.above[0] = row_below(stage.samples, measured)
-        stage.row[1], stage.above[1] = row_below(-(-stage.last // replicas), measured)
+        stage.row[0], stage.above[0] = interpolation_at(stage.samples, measured)
+        stage.row[1], stage.above[1] = interpolation_at(-(-stage.last // replicas), measured)
     return True
 
 
@@ -88,7 +88,7 @@ def operator_s(i: int, way: int, last: int, stage: StageRecord, op_seconds: Floa
     """Return the seconds of an operator in a micro-batch of a stage, at a way of ``op_seconds``."""
     row = stage.row[last]
     low, high = op_seconds[row, i, way], op_seconds[row + 1, i, way]
-    return float(between(low, high, stage.above[last]))
+    return float(interpolated(low, high, stage.above[last]))
 
 
 def sum_operators(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cluster import Cluster
-from anabranch.cost.nested_weights import Ints
+from anabranch.cost.nested_sets import Ints
 
 Place = tuple[int, ...]
 """Number of devices of one stage on each machine."""

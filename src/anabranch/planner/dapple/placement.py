@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from anabranch.cluster import Cluster
-from anabranch.cost.nested_weights import Ints
+from anabranch.cost.nested_sets import Ints
 from anabranch.planner.dapple.links import Place
 from anabranch.remembered import remembered
 
@@ -94,7 +94,6 @@ class Machines:
         self.number((0,) * (cluster.num_devices // self.size))
 
     def number(self, place: Place) -> int:
-        """Return the number of a place."""
         if place not in self._number:
             self._number[place] = len(self.places)
             self.places.append(place)

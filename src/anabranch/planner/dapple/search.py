@@ -28,7 +28,7 @@ import numpy as np
 
 from anabranch.compiled import Table, compiled, records
 from anabranch.cost.communication import transfer_s
-from anabranch.cost.nested_weights import Ints
+from anabranch.cost.nested_sets import Ints
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
@@ -385,7 +385,6 @@ def _bounds(suffix: Suffix, label: Any, free: int, runs: Runs) -> tuple[float, f
 
 
 def _suffix(label: Any) -> Suffix:
-    """Return the terms of a label's suffix."""
     pivot_s, between_s, warm_s = label.pivot_s, label.between_s, label.warm_s
     return Suffix(pivot_s, between_s, warm_s, label.back_s, label.ending_s, label.behind_s)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.cost.communication import transfer_s
-from anabranch.cost.nested_weights import Floats, Ints, NestedSets
+from anabranch.cost.nested_sets import Floats, Ints, NestedSets
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 
@@ -70,8 +70,7 @@ class RunTables:
 
     @cached_property
     def runs(self) -> Runs:
-        """Tables of every run."""
-        cost, prices, weights = self.row.cost, self.prices, self.row.matrices
+        cost, prices, footprint = self.row.cost, self.prices, self.row.matrices
         degrees = np.array(prices.degrees)
         devices = np.arange(cost.cluster.num_devices + 1)
         at = np.searchsorted(degrees, devices, side="right") - 1
@@ -91,9 +90,9 @@ class RunTables:
             _sums((np.diff(both_s) * degrees[:, None]).min(axis=0)),
             least(both_s),
             least(backward_s),
-            prices.headroom(weights, degrees[:, None, None]),
-            weights.border.entering.at(prices.microbatch_size),
-            weights.border.leaving_gradients.at(prices.microbatch_size),
+            prices.headroom(footprint, degrees[:, None, None]),
+            footprint.border.entering.at(prices.microbatch_size),
+            footprint.border.leaving_gradients.at(prices.microbatch_size),
             np.array(
                 [
                     [

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_sets import NestedSets
 from anabranch.graph.opgraph import bits
 from anabranch.graph.series_parallel import (
     Leaf,
@@ -108,7 +108,6 @@ class _ChainBuilder:
         return [(costs, tuple(named[name] for name in op.parameters)) for costs, op in pairs]
 
     def chain(self, node: Node) -> SeriesChain:
-        """Convert a part to a chain."""
         runs = list(self.runs(_flat(node)))
         items = [
             self._block(run[0])

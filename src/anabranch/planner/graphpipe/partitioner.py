@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.compiled import compiled
-from anabranch.cost.nested_weights import Floats, Ints, NestedSets
+from anabranch.cost.nested_sets import Floats, Ints, NestedSets
 from anabranch.planner.graphpipe.chains import ParallelBlock, SeriesChain
 from anabranch.planner.graphpipe.schedules import Schedules
 from anabranch.planner.toolkit.budget import Budget

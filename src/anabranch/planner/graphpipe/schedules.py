@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from anabranch.cost.nested_weights import Floats, Ints, NestedSets
+from anabranch.cost.nested_sets import Floats, Ints, NestedSets
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.in_flight import in_flight_samples
 from anabranch.remembered import remembered
@@ -87,15 +87,15 @@ class Schedules:
             usable = [(k, mode) for k, mode in enumerate(self.modes) if mode in prices.modes]
             if not usable:
                 continue
-            ranges, weights = row.stages(starts)
+            ranges, footprint = row.stages(starts)
             at, modes = zip(*usable, strict=True)
             ways = [(*prices.rates(mode.replicas), *astuple(mode)) for mode in modes]
             *rates, replicas, recompute = np.transpose(ways)[..., None]
             running = [row.compute_s(w[0], recompute=bool(w[-1])) for w in ways]
             places = x, np.array(at)[:, None], ranges.lower, ranges.upper
             compute_s = np.stack([ranges.difference(seconds) for seconds in running])
-            tps[places] = prices.period_s(weights, compute_s, rates) / size
-            height = prices.headroom(weights, replicas, recompute=recompute).astype(np.int64)
+            tps[places] = prices.period_s(footprint, compute_s, rates) / size
+            height = prices.headroom(footprint, replicas, recompute=recompute).astype(np.int64)
             room[places] = np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
         return tps, room
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_sets import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
 from anabranch.planner.pipedream.recurrence import solve, solve_in_memory

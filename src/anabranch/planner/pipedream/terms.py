@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster, Level
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_sets import NestedSets
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.remembered import remembered
 

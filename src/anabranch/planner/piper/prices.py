@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
-from anabranch.cost.stage_weights import StageWeights
+from anabranch.cost.footprint import StageFootprint
+from anabranch.cost.nested_sets import Floats, Ints, NestedSets, Pairs
 from anabranch.planner.piper.search import NEVER, OPTION, StageOptions, joined
 from anabranch.planner.toolkit.downsets import nested_pairs
 from anabranch.planner.toolkit.prices import ROUNDING, UNBOUNDED, MicrobatchPrices, Mode
@@ -105,11 +105,11 @@ class DownsetPrices:
             if not mode.recompute:
                 some = np.flatnonzero(room >= mode.replicas)
                 chosen, crossing = pairs[some], border[some]
-            weights = self.downsets.between(chosen, crossing)
-            load = self._load_s(chosen, weights, mode)
+            footprint = self.downsets.between(chosen, crossing)
+            load = self._load_s(chosen, footprint, mode)
             some = np.flatnonzero(load <= bound_s)
-            chosen, weights, load = chosen[some], weights[some], load[some]
-            held = self._held(weights, mode)
+            chosen, footprint, load = chosen[some], footprint[some], load[some]
+            held = self._held(footprint, mode)
             # A stage that can hold all micro-batches has over UNBOUNDED, however few these are.
             keep = held >= np.where(chosen.upper == len(self.downsets) - 1, 1, 2)
             records = np.zeros(np.count_nonzero(keep), OPTION).view(np.recarray)
@@ -119,19 +119,21 @@ class DownsetPrices:
             kept.append(records)
             # The next mode recomputes: never faster, so only for stages that cannot hold all.
             some = np.flatnonzero(held <= UNBOUNDED)
-            chosen, crossing = chosen[some], weights.border[some]
+            chosen, crossing = chosen[some], footprint.border[some]
         return joined(kept)
 
-    def _load_s(self, pairs: Pairs, weights: StageWeights, mode: Mode) -> Floats:
+    def _load_s(self, pairs: Pairs, footprint: StageFootprint, mode: Mode) -> Floats:
         """Return the load of each stage, in seconds per micro-batch."""
-        prices, border = self.prices, weights.border
+        prices, border = self.prices, footprint.border
         n = prices.samples(mode.replicas)
         compute = self.downsets.compute_s(n, recompute=mode.recompute)
         traffic = border.comes.at(n) + border.goes.at(n)
-        reduce_s = all_reduce_s(weights.held.summed, *prices.ring(mode.replicas))
+        reduce_s = all_reduce_s(footprint.held.summed, *prices.ring(mode.replicas))
         load = pairs.difference(compute) + traffic * prices.cost.border_price(mode.replicas)
         return np.asarray(load + reduce_s / prices.num_microbatches)
 
-    def _held(self, weights: StageWeights, mode: Mode) -> Ints:
+    def _held(self, footprint: StageFootprint, mode: Mode) -> Ints:
         """Return how many micro-batches can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
-        return self.prices.headroom(weights, mode.replicas, recompute=mode.recompute) + np.int32(1)
+        return self.prices.headroom(footprint, mode.replicas, recompute=mode.recompute) + np.int32(
+            1
+        )

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.compiled import compiled
-from anabranch.cost.nested_weights import Floats, Ints
+from anabranch.cost.nested_sets import Floats, Ints
 from anabranch.planner.toolkit.prices import ROUNDING
 
 NEVER = 1 << 24

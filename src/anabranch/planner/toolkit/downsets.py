@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.nested_weights import Pairs, run_starts
+from anabranch.cost.nested_sets import Pairs, run_starts
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import OpGraph, bits
 

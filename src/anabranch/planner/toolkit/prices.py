@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.cost.stage_weights import Number, StageWeights, Traffic
+from anabranch.cost.footprint import Number, StageFootprint, Traffic
 from anabranch.graph.opgraph import bits
 from anabranch.plans.stages import slice_sizes
 from anabranch.remembered import remembered
@@ -100,7 +100,6 @@ class MicrobatchPrices:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Micro-batches of one step."""
         return -(-self.batch_size // self.microbatch_size)
 
     def samples(self, degree: int) -> int:
@@ -126,23 +125,25 @@ class MicrobatchPrices:
         """Samples on the fullest replica, seconds per byte across the border, and ``ring``."""
         return self.samples(replicas), self.cost.border_price(replicas), *self.ring(replicas)
 
-    def period_s(self, weights: StageWeights, compute_s: Number, rates: Iterable[Number]) -> Number:
+    def period_s(
+        self, footprint: StageFootprint, compute_s: Number, rates: Iterable[Number]
+    ) -> Number:
         """Seconds from one micro-batch to the next of a stage, or of each of many.
 
         Args:
             rates: of the mode, or arrays of those of several, with axes that broadcast.
         """
         samples, per_byte, *ring = rates
-        traffic = traffic_s(weights.border.comes, weights.border.goes, samples, per_byte)
-        reduce_s = all_reduce_s(weights.held.summed, *ring)
+        traffic = traffic_s(footprint.border.comes, footprint.border.goes, samples, per_byte)
+        reduce_s = all_reduce_s(footprint.held.summed, *ring)
         return period_s(traffic, compute_s, reduce_s, self.num_microbatches)
 
     def headroom(
-        self, weights: StageWeights, replicas: Number, *, recompute: Number = False
+        self, footprint: StageFootprint, replicas: Number, *, recompute: Number = False
     ) -> NDArray[np.int32]:
         """Return the largest height at which a stage, or each of many, fits; -1 if none."""
         size = self.microbatch_size
-        memory = self.cost.memory(weights, size, replicas, recompute=recompute)
+        memory = self.cost.memory(footprint, size, replicas, recompute=recompute)
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
         # More than all micro-batches are never in flight.
         return np.where(held == self.num_microbatches, UNBOUNDED, held - 1).astype(np.int32)
@@ -159,14 +160,14 @@ class MicrobatchPrices:
     @remembered
     def part_period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
-        weights, rates = self.cost.weights(part.mask), self.rates(part.replicas)
-        return float(self.period_s(weights, self.compute_s(part), rates))
+        footprint, rates = self.cost.footprint(part.mask), self.rates(part.replicas)
+        return float(self.period_s(footprint, self.compute_s(part), rates))
 
     @remembered
     def part_headroom(self, part: Part) -> int:
         """Return the largest height at which the part fits; -1 if none."""
-        weights = self.cost.weights(part.mask)
-        return int(self.headroom(weights, part.replicas, recompute=part.recompute))
+        footprint = self.cost.footprint(part.mask)
+        return int(self.headroom(footprint, part.replicas, recompute=part.recompute))
 
     def parts(self, mask: int, most: int) -> Iterator[Part]:
         """Generate parts of these operators in every mode with up to ``most`` replicas."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_sets import NestedSets
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
@@ -97,12 +97,10 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """Devices of the cluster."""
         return self.cost.cluster.num_devices
 
     @property
     def most_replicas(self) -> int:
-        """Replicas per stage at most."""
         return min(self.max_replicas or self.devices, self.devices)
 
     @property
@@ -167,5 +165,4 @@ class Problem:
         return replace(prices, degrees=tuple(degrees))
 
     def assembler(self, prices: MicrobatchPrices) -> Assembler:
-        """Assembler of parts at these prices."""
         return Assembler(prices, self.order, self.most_replicas, self.chained)

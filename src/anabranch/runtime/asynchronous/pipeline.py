@@ -14,7 +14,6 @@ many more mini-batches as the deepest stage holds, so that it does not wait.
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Checkpoint
-from anabranch.errors import DataError, NonFiniteError
+from anabranch.errors import DataError, NonFiniteError, warn
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.requirements import (
@@ -308,7 +307,7 @@ class AsyncPipeline(BasePipeline):
         self.metrics = totals.metrics
         if (climbs := self._divergence.note(totals.loss)) and self.rank == 0:
             text = f"{climbs}, at mini-batch {totals.number}: {self._stream.advice()}"
-            warnings.warn(text, stacklevel=4)
+            warn(text)
         return totals.loss
 
     def record(self, minibatches: int) -> None:

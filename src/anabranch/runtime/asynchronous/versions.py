@@ -100,11 +100,11 @@ class VersionedWeights:
         self._current = self._pointed = [parameter.data for parameter in self._parameters]
 
     def forward(self, number: int) -> AbstractContextManager[None]:
-        """Inside the context, parameters are the weights that a mini-batch's forward reads."""
+        """Context manager that sets parameters to the weights of a mini-batch's forward."""
         return self._reading(number, self._tracker.forward(number))
 
     def backward(self, number: int) -> AbstractContextManager[None]:
-        """Inside the context, parameters are the weights that a mini-batch's backward reads."""
+        """Context manager that sets parameters to the weights of a mini-batch's backward."""
         return self._reading(number, self._tracker.backward(number))
 
     @contextmanager

@@ -59,7 +59,6 @@ class StagePrograms:
         self._by_sample = BySample(parts.captured, device)
 
     def program(self, stage: int, samples: int) -> StageProgram:
-        """Return the program of a stage for a number of samples."""
         return self._parts.program(stage, samples, device=self.device)
 
     @remembered

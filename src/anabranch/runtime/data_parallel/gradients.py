@@ -185,12 +185,10 @@ def squares_of(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the gradients of those parameters that have one."""
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 def divide(parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """Divide gradients, in place."""
     if count > 1 and (gradients := gradients_of(parameters)):
         torch._foreach_div_(list(gradients.values()), count)
 

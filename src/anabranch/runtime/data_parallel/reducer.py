@@ -29,7 +29,7 @@ from itertools import islice
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.cost.buckets import cut_into_buckets, turn
+from anabranch.cost.buckets import all_reduce_order, cut_into_buckets
 from anabranch.remembered import remembered
 from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named
 from anabranch.runtime.data_parallel.gradients import Holders
@@ -90,7 +90,7 @@ class Reducer:
         queues: dict[Ranks, _Queue] = {}
         self._slots: dict[str, _Slot] = {}
         for (ranks, _, are_tables), named in sorted(
-            groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
+            groups.items(), key=lambda g: (all_reduce_order(*g[0][:2]), g[0])
         ):
             queue = queues.setdefault(ranks, _Queue([]))
             for bucket in _buckets(ranks, named, tables if are_tables else {}, holders, mesh):
@@ -125,7 +125,6 @@ class Reducer:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Buffers of the sums."""
         flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
         return [flat for flat in flats if flat is not None]
 

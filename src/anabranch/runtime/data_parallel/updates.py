@@ -173,8 +173,8 @@ class Updates:
         return bool(self.is_last and knows and not is_sparse)
 
     def apply_guarded(self, outcome: Outcome) -> None:
-        """As ``apply``, but for the scheduler, if the norms of all gradients and the losses of the
-        outcome are finite. The host need not wait to know: the outcome tells later.
+        """Update like ``apply``, without the scheduler, if the device finds norms of all gradients
+        and losses finite; the host reads from the outcome later whether it did.
         """
         optimizer: Any = self._state.optimizer
         norms = GradientNorms(gradients_of(self._updated))
@@ -218,8 +218,8 @@ class Updates:
         """Add up the gradients of tied parameters in the order in which one process would.
 
         Autograd adds the uses of a tensor from the last to the first, and ``.grad`` grows by
-        micro-batch, on top of what it has from earlier batches of the same update. What is frozen
-        now keeps that.
+        micro-batch, on top of the sum of earlier batches of the same update, which a parameter that
+        is frozen now keeps.
 
         Args:
             uses: (parameter, micro-batch, order) -> gradient of one use on this rank.

@@ -48,8 +48,8 @@ INTERRUPT = Interrupt()
 
 @contextmanager
 def handling(hear: Callable[[int], None]) -> Iterator[dict[int, Any]]:
-    """Inside, handle SIGINT and SIGTERM by a function, in the main thread of a process; yields the
-    previous handlers. Ignored signals stay ignored, as in a background job.
+    """Context manager that handles SIGINT and SIGTERM by a function, in the main thread of a
+    process; yields the previous handlers. Ignored signals stay ignored, as in a background job.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     is_main = threading.current_thread() is threading.main_thread()
@@ -66,7 +66,7 @@ def handling(hear: Callable[[int], None]) -> Iterator[dict[int, Any]]:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside, a first SIGINT or SIGTERM asks training to end, a later one ends it at once."""
+    """Context manager under which SIGINT or SIGTERM first asks training to end, then ends it."""
     INTERRUPT.share(memoryview(bytearray(8)).cast("q"))
     first: float | None = None
     process = os.getpid()

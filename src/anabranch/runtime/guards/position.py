@@ -131,7 +131,6 @@ class Position:
 
     @property
     def numbers(self) -> list[int]:
-        """The current integers."""
         return list(self._ints.tolist())
 
     def __str__(self) -> str:

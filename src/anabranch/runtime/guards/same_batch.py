@@ -129,7 +129,6 @@ class RecentBatches:
 
     @property
     def numbers(self) -> list[int]:
-        """The current integers."""
         return list(self._ints.tolist())
 
 

@@ -67,7 +67,6 @@ class Clock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of a device."""
     if not accelerator.has_streams(device):
         return Clock()
     return Clock(lambda: accelerator.record_event(device, timed=True))

@@ -164,7 +164,7 @@ calls inside are not seen.
 
 
 class NoDropout(TorchFunctionMode):
-    """Inside, dropout returns its input, in an unchanged module.
+    """Mode in which dropout returns its input, in an unchanged module.
 
     To compare two runs of a model with dropout, either both draw the same numbers or neither draws.
     Other random numbers, such as noise, are not affected.

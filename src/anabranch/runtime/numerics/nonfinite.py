@@ -48,7 +48,6 @@ class Finding(NamedTuple):
 
     @property
     def stage(self) -> int:
-        """Index of the stage."""
         return abs(self.place)
 
 

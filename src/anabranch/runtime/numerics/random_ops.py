@@ -102,7 +102,6 @@ class RandomSite(NamedTuple):
 
     @property
     def per_sample(self) -> int:
-        """Numbers per sample."""
         return self.blocks[0] * self.blocks[2]
 
     def hashes(self, count: int) -> Tensor:
@@ -244,7 +243,6 @@ def normal(site: RandomSite, x: Tensor, mean: float = 0.0, std: float = 1.0, **_
 def normal_of(
     site: RandomSite, mean: Tensor | float, std: Tensor | float = 1.0, *_: Any, **__: Any
 ) -> Tensor:
-    """``torch.normal`` of tensors."""
     dtype = next(t.dtype for t in (mean, std) if isinstance(t, Tensor))
     return site.normal(dtype) * std + mean
 

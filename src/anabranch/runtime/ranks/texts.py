@@ -41,6 +41,6 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def _place() -> torch.device:
-    """Return where the user's group gathers: one for NCCL alone takes no tensors of the CPU."""
-    usual = accelerator.usual()
-    return usual if dist.get_backend() == accelerator.backend(usual) else torch.device("cpu")
+    """Return the device on which the user's group gathers: a GPU for a group of NCCL alone."""
+    default = accelerator.default_gpu()
+    return default if dist.get_backend() == accelerator.backend(default) else torch.device("cpu")

@@ -224,7 +224,6 @@ class _PeerConnection:
                 self._arrived[record.tag].append((record, data))
 
     def lost(self, reason: str) -> PeerLostError:
-        """Return the error for a connection that broke."""
         return PeerLostError(f"the connection to rank {self._rank} broke: {reason}")
 
 

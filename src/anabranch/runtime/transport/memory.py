@@ -130,7 +130,6 @@ def _let_go(hold: weakref.ref[memoryview]) -> None:
 
 
 def chunk_bytes(block_bytes: int, num_blocks: int) -> int:
-    """Return the bytes of a chunk in its segment."""
     return _FLAGS_BYTES + num_blocks * block_bytes
 
 

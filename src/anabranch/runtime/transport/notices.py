@@ -87,7 +87,6 @@ class HostNotices:
                 return notices
 
     def close(self) -> None:
-        """Break the connections."""
         if (transport := self._near or self._far) is not None:
             transport.close()
 

@@ -118,7 +118,6 @@ class AsynchronousSearch:
         return to_its_end(made)
 
     def _best(self, policy: WeightPolicy) -> ScheduledProposal:
-        """Search for the best proposal under a policy."""
         require_may_cut(policy, self._cost.graph)
         judge = self._judges[policy.name] = Judge(self._objective(policy))
         phases = self._phases
@@ -315,7 +314,6 @@ class AsynchronousSearch:
             ) from None
 
     def _remarks(self, graph: StageGraph, policy: WeightPolicy) -> list[str]:
-        """Remarks for readers of the figures."""
         remarks = []
         if len(graph) > 1:
             remarks.append(because(self._contracted))

@@ -99,7 +99,6 @@ class Proposals:
 
     @property
     def count(self) -> int:
-        """Number of different proposals."""
         return len(self._proposed)
 
     def get(self, microbatch_size: int, demand: Demand) -> list[StageGraph]:
@@ -149,7 +148,7 @@ class Proposals:
         if demand.flight:
             # A version per mini-batch in flight counts as activations: bytes per sample.
             stashed = (
-                int(cost.stage_held_bytes([i]).trainable) * demand.flight
+                int(cost.stage_parameter_bytes([i]).trainable) * demand.flight
                 for i in range(len(profile.graph))
             )
             costs = tuple(

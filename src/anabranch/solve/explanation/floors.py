@@ -86,7 +86,7 @@ def _all_reduces(costs: ModelCosts) -> Iterator[Floor]:
         what = f"{memory_text(nbytes[longest])} over devices {ranges(longest)}"
         yield Floor("all_reduce", seconds[longest], what, False)
     everywhere = tuple(range(cost.cluster.num_devices))
-    summed = cost.stage_held_bytes(range(len(cost.graph))).summed
+    summed = cost.stage_parameter_bytes(range(len(cost.graph))).summed
     if len(everywhere) > 1 and summed and everywhere not in seconds:
         what = f"{memory_text(summed)} over all devices"
         whole_s = cost.all_reduce_s(summed, everywhere)

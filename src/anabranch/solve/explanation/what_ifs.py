@@ -46,7 +46,6 @@ class _WithoutSums(ModelCosts):
     """Prices of stages whose gradients are summed in no time."""
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """Return no all-reduces."""
         return ()
 
 
@@ -54,7 +53,6 @@ class _WithoutUpdates(ModelCosts):
     """Prices of stages whose parameters are updated in no time."""
 
     def update_s(self, stage: int) -> float:
-        """Return no time."""
         return 0.0
 
 

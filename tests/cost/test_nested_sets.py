@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets, Pairs
-from anabranch.cost.stage_weights import Border, Number, StageWeights
+from anabranch.cost.footprint import Border, Number, StageFootprint
+from anabranch.cost.nested_sets import NestedSets, Pairs
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.toolkit.downsets import downsets, nested_pairs
 from anabranch.profile.profile import OpCost, Profile
@@ -29,12 +29,12 @@ def cost_of(graph: OpGraph) -> CostModel:
     return CostModel(Profile(graph, (1,), costs, "cpu", "imported", proportional=True), MACHINES)
 
 
-def figures(weights: StageWeights) -> list[Number]:
+def figures(footprint: StageFootprint) -> list[Number]:
     """All numbers, or arrays of them."""
-    border = [getattr(weights.border, kind.name) for kind in fields(Border)]
-    rows = [*weights.held, weights.held.summed, weights.kept, weights.kept_fixed]
-    rows.append(weights.largest_gradient)
-    rows += [*(weights.passes.at(n) for n in (1, 3))]
+    border = [getattr(footprint.border, kind.name) for kind in fields(Border)]
+    rows = [*footprint.held, footprint.held.summed, footprint.kept, footprint.kept_fixed]
+    rows.append(footprint.largest_gradient)
+    rows += [*(footprint.passes.at(n) for n in (1, 3))]
     return rows + [column for traffic in border for column in (traffic.per_sample, traffic.fixed)]
 
 
@@ -68,7 +68,7 @@ def test_every_stage_weighs_as_the_cost_model_says(profile):
         for i, (u, v) in enumerate(zip(pairs.lower, pairs.upper, strict=True)):
             mask = sets.mask(u, v)
             assert mask == masks[v] & ~masks[u]
-            expected = at(figures(cost.weights(mask)), ())
+            expected = at(figures(cost.footprint(mask)), ())
             assert at(listed, i) == at(matrices, (u, v)) == expected
             assert seconds[v] - seconds[u] == sum(cost.stage_s(mask, 3, recompute=True))
 
@@ -84,7 +84,7 @@ def test_a_row_may_be_a_part_of_the_model(graph, data):
     matrices = figures(row.matrices)
     for i in range(len(row)):
         for j in range(i + 1, len(row)):
-            assert at(matrices, (i, j)) == at(figures(cost.weights(row.mask(i, j))), ())
+            assert at(matrices, (i, j)) == at(figures(cost.footprint(row.mask(i, j))), ())
 
 
 @given(op_graphs())

@@ -1,4 +1,4 @@
-"""Bytes of stages by which any micro-batch is priced: numbers for one stage, arrays for many."""
+"""Footprint of a stage: its bytes, whatever the micro-batch. Numbers, or arrays of many stages."""
 
 from __future__ import annotations
 
@@ -66,12 +66,10 @@ class Border:
 
     @cached_property
     def comes(self) -> Traffic:
-        """Values and gradients that come in."""
         return self.entering + self.entering_gradients
 
     @cached_property
     def goes(self) -> Traffic:
-        """Values and gradients that go out."""
         return self.leaving + self.leaving_gradients
 
     def __getitem__(self, places: Any) -> Border:
@@ -93,7 +91,7 @@ Bytes = TypeVar("Bytes")
 """A number, or an array with an entry per operator or set of them."""
 
 
-class Held(NamedTuple, Generic[Bytes]):
+class ParameterBytes(NamedTuple, Generic[Bytes]):
     """Bytes of parameters.
 
     Attributes:
@@ -120,14 +118,14 @@ class Held(NamedTuple, Generic[Bytes]):
         gradient: Bytes = self.trainable - self.tables + self.rows  # type: ignore[operator]
         return gradient
 
-    def of(self, places: Any) -> Held[Any]:
+    def of(self, places: Any) -> ParameterBytes[Any]:
         """Bytes of some operators or sets."""
-        return Held(*(nbytes[places] for nbytes in self))  # type: ignore[index]
+        return ParameterBytes(*(nbytes[places] for nbytes in self))  # type: ignore[index]
 
 
 @dataclass(frozen=True)
-class StageWeights:
-    """Bytes of a stage on each device of a replica.
+class StageFootprint:
+    """Bytes of a stage, or of many, from which the price of any micro-batch follows.
 
     Attributes:
         held: bytes of its parameters, each counted once.
@@ -138,17 +136,17 @@ class StageWeights:
         kept_fixed: bytes that its operators keep besides ``kept``, whatever the number of samples.
     """
 
-    held: Held[Number]
+    held: ParameterBytes[Number]
     kept: Number
     border: Border
     largest_gradient: Number = 0.0
     passes: PassBytes = Traffic(0.0, 0.0)
     kept_fixed: Number = 0.0
 
-    def __getitem__(self, places: Any) -> StageWeights:
-        """Weights of some stages."""
+    def __getitem__(self, places: Any) -> StageFootprint:
+        """Footprints of some stages."""
         held, *others = (getattr(self, kind.name) for kind in fields(self))
-        return StageWeights(held.of(places), *(part[places] for part in others))
+        return StageFootprint(held.of(places), *(part[places] for part in others))
 
 
 def pass_behind(before: float, kept: float, own: float) -> float:

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.cost.footprint import Border, Number, ParameterBytes, StageFootprint, Traffic
 from anabranch.cost.model import CostModel
-from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
 from anabranch.graph.opgraph import BATCH, bits
 from anabranch.remembered import remembered
 
@@ -117,9 +117,9 @@ class NestedSets:
         return self.sums(self.cost.kept_fixed_bytes)
 
     @cached_property
-    def parameter_bytes(self) -> Held[Floats]:
+    def parameter_bytes(self) -> ParameterBytes[Floats]:
         """Bytes of the parameters of every set, without tied ones."""
-        return Held(*map(self.sums, self.cost.own_parameter_bytes))
+        return ParameterBytes(*map(self.sums, self.cost.own_parameter_bytes))
 
     def sums(self, per_op: Floats) -> Floats:
         """Sum a figure per operator over the operators of each set."""
@@ -159,14 +159,14 @@ class NestedSets:
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool))
 
     @remembered
-    def stages(self, lowest: int | None = None) -> tuple[Pairs, StageWeights]:
+    def stages(self, lowest: int | None = None) -> tuple[Pairs, StageFootprint]:
         """Stages between any two sets, or only above the first ``lowest`` ones, and their bytes."""
         lower, upper = np.nonzero(self.nested[:lowest])
         pairs = Pairs(lower.astype(np.int32), upper.astype(np.int32))
         return pairs, self.between(pairs)
 
     @cached_property
-    def matrices(self) -> StageWeights:
+    def matrices(self) -> StageFootprint:
         """Bytes of the stages between any two sets: [lower, upper]; 0 where not ``nested``."""
         lower, upper = np.nonzero(self.nested)
         # The first pair is an empty stage, which stands where sets are not nested.
@@ -217,14 +217,14 @@ class NestedSets:
             fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op] + waiting + summed)
         return fullest
 
-    def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
+    def between(self, pairs: Pairs, border: Border | None = None) -> StageFootprint:
         """Bytes of the stages between some pairs of sets; pass ``border`` if it is known."""
-        held = Held(*map(pairs.difference, self.parameter_bytes))
+        held = ParameterBytes(*map(pairs.difference, self.parameter_bytes))
         for (_, parameter), left in zip(self.cost.tied, self._tied_to_come.T, strict=True):
             used = left[pairs.lower] > left[pairs.upper]
-            for kind, nbytes in zip(held, self.cost.held_bytes(parameter), strict=True):
+            for kind, nbytes in zip(held, self.cost.parameter_bytes(parameter), strict=True):
                 kind += used * nbytes
-        return StageWeights(
+        return StageFootprint(
             held,
             pairs.difference(self.kept_bytes),
             border or self.border(pairs),

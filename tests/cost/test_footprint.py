@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.cost.stage_weights import Border, StagePasses, Traffic, pass_behind
+from anabranch.cost.footprint import Border, StagePasses, Traffic, pass_behind
 
 
 def test_some_bytes_do_not_depend_on_the_samples():
