@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -14,7 +15,6 @@ from anabranch.cli import torchrun
 from anabranch.cli.output import INTERRUPTED, note
 from anabranch.cli.progress import announce
 from anabranch.cli.settings import OtherModelSettings
-from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training import preflight, restarts, run_results, training_settings
 from anabranch.cli.training.job import Job
@@ -22,6 +22,8 @@ from anabranch.cli.training.local_run import train_job
 from anabranch.cli.training.run_plan import PlannedRun
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 from anabranch.errors import InvalidPlanError
+
+T = TypeVar("T")
 
 
 @spread
@@ -79,7 +81,7 @@ def train(
     is_async = flush.is_async(local.plan())
     preflight.refuse_mode(is_async, flush, compute, training)
     preflight.require_possible(training)
-    job = _seeded_job(model.source, local, training.seed)
+    job = _seeded(partial(Job.of, model.source, local), training.seed)
     if compute.precision is not None:
         job.source = replace(job.source, precision=compute.precision)
     job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
@@ -164,15 +166,13 @@ def _rehearse(
     emulate(*planned, LinkSettings(), steps or STEPS, run, model.model)
 
 
-def _seeded_job(
-    source: ModelSource, local: training_settings.TrainedPlanSettings, seed: int | None
-) -> Job:
-    """Make a job by a seed, if there is one, and leave that seed for the run."""
+def _seeded(make: Callable[[], T], seed: int | None) -> T:
+    """Call a function with a seed, if there is one, and leave that seed for the run."""
     import torch
 
     if seed is None:
-        return Job.of(source, local)
+        return make()
     torch.manual_seed(seed)
-    job = Job.of(source, local)
+    made = make()
     torch.manual_seed(seed)  # the model's function may have set its own
-    return job
+    return made
