@@ -114,11 +114,11 @@ def _model_reasons(graph: StageGraph, model: OpGraph) -> Iterator[str]:
     for s in whole_batch_stages(graph, model):
         if graph.num_microbatches(s) > 1 or graph.stages[s].replicas > 1:
             yield f"stage {s} compares samples of the whole batch with each other"
-    home = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
+    stage_of = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
     holders: dict[str, set[int]] = defaultdict(set)
     for op in model.ops:
         for name in op.parameters:
-            holders[name].add(home[op.name])
+            holders[name].add(stage_of[op.name])
     for name, stages in holders.items():
         if len(stages) > 1:
             shared = f"stages {_listed(stages)} share the weight {name}"

@@ -159,12 +159,12 @@ def _convexity(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str
 
 
 def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
-    home = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
+    stage_of = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
     ops = cost.graph.ops
     present = set(graph.edges)
     problems = []
     for a, b in cost.graph.edges:
-        x, y = home[ops[a].name], home[ops[b].name]
+        x, y = stage_of[ops[a].name], stage_of[ops[b].name]
         if x == y or (x, y) in present:
             continue
         present.add((x, y))

@@ -93,21 +93,21 @@ def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
 
 def _after(graph: OpGraph, parts: Sequence[int]) -> dict[int, set[int]]:
     """Map each part to the parts that read from it."""
-    home = {op: part for part in parts for op in bits(part)}
+    part_of = {op: part for part in parts for op in bits(part)}
     after: dict[int, set[int]] = {part: set() for part in parts}
     for a, b in graph.edges:
-        if home[a] != home[b]:
-            after[home[a]].add(home[b])
+        if part_of[a] != part_of[b]:
+            after[part_of[a]].add(part_of[b])
     return after
 
 
 def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
     graph = profile.graph
-    home = {op: i for i, mask in enumerate(masks) for op in bits(mask)}
+    part_of = {op: i for i, mask in enumerate(masks) for op in bits(mask)}
     values: list[Value] = []
     for value in graph.values:
-        producer = BATCH if value.producer == BATCH else home[value.producer]
-        consumers = tuple(sorted({home[c] for c in value.consumers} - {producer}))
+        producer = BATCH if value.producer == BATCH else part_of[value.producer]
+        consumers = tuple(sorted({part_of[c] for c in value.consumers} - {producer}))
         if consumers or not value.consumers:
             values.append(replace(value, producer=producer, consumers=consumers))
     return replace(

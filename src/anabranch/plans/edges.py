@@ -13,34 +13,34 @@ from anabranch.plans.stages import StageGraph
 def edge_values(graph: StageGraph, model: OpGraph) -> Mapping[tuple[int, int], tuple[int, ...]]:
     """Map pairs of stages to the indices of values made by the first and read by the second."""
     stage_of = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
-    owner = [stage_of[op.name] for op in model.ops]
+    op_stage = [stage_of[op.name] for op in model.ops]
     carried: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, value in enumerate(model.values):
         if value.producer == BATCH:
             continue
-        source = owner[value.producer]
-        for target in {owner[consumer] for consumer in value.consumers}:
+        source = op_stage[value.producer]
+        for target in {op_stage[consumer] for consumer in value.consumers}:
             if target != source:
                 carried[source, target].append(index)
     return {edge: tuple(values) for edge, values in sorted(carried.items())}
 
 
-def value_edges(home: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
+def value_edges(op_stage: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
     """Return the pairs of stages in which the second reads a value of the first.
 
     Args:
-        home: stage of each operator.
+        op_stage: stage of each operator.
     """
-    return {(home[a], home[b]) for a, b in model.edges if home[a] != home[b]}
+    return {(op_stage[a], op_stage[b]) for a, b in model.edges if op_stage[a] != op_stage[b]}
 
 
 def mask_edges(masks: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
     """Return ``value_edges`` of stages written as bit masks that cover all operators."""
-    home = [0] * len(model)
+    op_stage = [0] * len(model)
     for s, mask in enumerate(masks):
         for op in bits(mask):
-            home[op] = s
-    return value_edges(home, model)
+            op_stage[op] = s
+    return value_edges(op_stage, model)
 
 
 class MessageEdges(NamedTuple):

@@ -87,8 +87,8 @@ def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) 
     first = replace(stage, operators=model.names(before), devices=stage.devices[:cut])
     second = replace(stage, operators=model.names(after), devices=stage.devices[cut:])
     stages = (*graph.stages[:s], first, second, *graph.stages[s + 1 :])
-    home = {name: i for i, part in enumerate(stages) for name in part.operators}
-    data = value_edges([home[op.name] for op in model.ops], model)
+    stage_of = {name: i for i, part in enumerate(stages) for name in part.operators}
+    data = value_edges([stage_of[op.name] for op in model.ops], model)
     # Stage edges without values order stages.
     moved = {(x + (x > s), y + (y > s)) for x, y in graph.edges}
     kept = {(x, y) for x, y in moved if x != s} | {(s + 1, y) for x, y in moved if x == s}

@@ -92,16 +92,16 @@ class KernelTrace:
             nbytes: bytes of each kernel.
             products: (m, n, k, batch) of each matrix product.
         """
-        owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
-        formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
+        kernel_of = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
+        formats = np.array([_number_format(self.kernels[i], precision) for i in kernel_of])
         compute, second = np.zeros((2, len(self.kernels)))
         for number_format in set(formats.tolist()):
             chosen = formats == number_format
             m, n, k, batch = products[chosen].T
             product_s = sheet.matmul_s(m, n, k, batch, number_format)
-            np.add.at(compute, owner[chosen], product_s)
+            np.add.at(compute, kernel_of[chosen], product_s)
             if waiting is not None:
-                np.add.at(second, owner[chosen], product_s * waiting.products[chosen])
+                np.add.at(second, kernel_of[chosen], product_s * waiting.products[chosen])
         launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
         result = np.zeros((2, len(self.kept)))
         kernel_s = sheet.kernel_s(nbytes, compute, launches)
@@ -155,9 +155,9 @@ class TracedModel:
         kernels |= (names == "add_") & (slope == 0)
         larger = self.many.products - few.products
         products = (larger[:, 2] > 0) & (larger[:, [0, 1, 3]] == 0).all(axis=1)
-        owner = np.repeat(np.arange(len(ops)), [len(k.products) for k in few.kernels])
-        products |= ~sends[ops][owner]
-        products &= inside[owner]
+        kernel_of = np.repeat(np.arange(len(ops)), [len(k.products) for k in few.kernels])
+        products |= ~sends[ops][kernel_of]
+        products &= inside[kernel_of]
         return Waiting((kernels & inside).astype(np.float64), products.astype(np.float64))
 
     def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:

@@ -15,8 +15,8 @@ def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = F
     rng = np.random.default_rng(seed)
     devices = cost.cluster.num_devices
     count = int(rng.integers(1, min(devices, len(cost.graph)) + 1))
-    home = _runs(_any_order(cost, rng), count, rng)
-    owner = _spread(devices, count, rng)
+    op_stage = _runs(_any_order(cost, rng), count, rng)
+    device_stage = _spread(devices, count, rng)
     sizes = [b for b in (2**i for i in range(20)) if b <= batch_size]
     if plain:
         microbatch = np.full(count, rng.choice(sizes))
@@ -28,8 +28,8 @@ def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = F
     k = np.where(rng.random(count) < often[0], rng.integers(1, 4, count), 1)
     recompute = (rng.random(count) < often[1]).astype(int)
     return Draft(
-        home,
-        owner,
+        op_stage,
+        device_stage,
         *(tuple(settings.tolist()) for settings in (microbatch, k, recompute)),
         deep=bool(rng.random() < 0.5),
         chained=not plain and bool(rng.random() < 0.2),
@@ -55,14 +55,14 @@ def _any_order(cost: CostModel, rng: np.random.Generator) -> list[int]:
 
 def _runs(order: list[int], count: int, rng: np.random.Generator) -> np.ndarray:
     cuts = np.sort(rng.choice(np.arange(1, len(order)), count - 1, replace=False))
-    home = np.empty(len(order), dtype=np.int32)
-    home[order] = np.searchsorted(cuts, np.arange(len(order)), side="right")
-    return home
+    op_stage = np.empty(len(order), dtype=np.int32)
+    op_stage[order] = np.searchsorted(cuts, np.arange(len(order)), side="right")
+    return op_stage
 
 
 def _spread(devices: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """Every stage has a device; those of a stage are mostly neighbours."""
-    owner = np.concatenate([np.arange(count), rng.integers(0, count, devices - count)]).astype(
-        np.int32
-    )
-    return rng.permutation(owner) if rng.random() < 0.2 else np.sort(owner)
+    device_stage = np.concatenate(
+        [np.arange(count), rng.integers(0, count, devices - count)]
+    ).astype(np.int32)
+    return rng.permutation(device_stage) if rng.random() < 0.2 else np.sort(device_stage)

@@ -24,9 +24,9 @@ SHORT = Settings(starts=4, proposed=5, hot=0.03)
 
 def slowest(found: Draft, limit: float) -> float:
     """Work per device of the slowest stage, where stages are runs; infinity for gaps."""
-    if (np.diff(found.home) < 0).any() or (np.diff(found.home) > 1).any():
+    if (np.diff(found.op_stage) < 0).any() or (np.diff(found.op_stage) > 1).any():
         return math.inf
-    work = np.bincount(found.home) / np.bincount(found.owner)
+    work = np.bincount(found.op_stage) / np.bincount(found.device_stage)
     seconds = float(work.max()) + found.num_stages / 100
     return seconds if seconds < limit else math.inf
 

@@ -36,7 +36,7 @@ def diamond() -> tuple[CostModel, Draft]:
 def test_a_draft_as_stages():
     """What a stage graph has follows: names, devices, and an edge where a value crosses."""
     cost, draft = diamond()
-    graph = stage_graph_of(draft._replace(home=ints(0, 1, 0, 1)), cost, 8)
+    graph = stage_graph_of(draft._replace(op_stage=ints(0, 1, 0, 1)), cost, 8)
     assert graph == StageGraph(
         (Stage(("op0", "op2"), (1,), 2, recompute=True), Stage(("op1", "op3"), (0,), 4, k=2)),
         ((0, 1),),
@@ -47,7 +47,7 @@ def test_a_draft_as_stages():
 def test_a_group_holds_no_more_micro_batches_than_there_are():
     """With 3 samples micro-batches of 2 and 4 are two and one; a k of 2 is then 2 and 1."""
     cost, draft = diamond()
-    graph = stage_graph_of(draft._replace(home=ints(0, 1, 0, 1), k=(2, 2)), cost, 3)
+    graph = stage_graph_of(draft._replace(op_stage=ints(0, 1, 0, 1), k=(2, 2)), cost, 3)
     assert [stage.k for stage in graph.stages] == [2, 1]
 
 

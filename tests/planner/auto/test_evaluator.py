@@ -77,11 +77,11 @@ def test_drafts_with_one_key_take_equally_long(node, cards, alike):
     evaluate, where, others = Evaluator(cost, 64), Space(cost, 64, (8,)), 0
     for seed in range(60):
         drawn, rng = random_draft(cost, 64, seed), np.random.default_rng(seed)
-        nodes = drawn.owner.reshape(-1, alike)
-        inside = drawn._replace(owner=rng.permuted(nodes, axis=1).ravel())
+        nodes = drawn.device_stage.reshape(-1, alike)
+        inside = drawn._replace(device_stage=rng.permuted(nodes, axis=1).ravel())
         assert where.key(inside) == where.key(drawn)
         assert evaluate(inside) == evaluate(drawn)
-        anywhere = drawn._replace(owner=rng.permutation(drawn.owner))
+        anywhere = drawn._replace(device_stage=rng.permutation(drawn.device_stage))
         if evaluate(anywhere) != evaluate(drawn):
             others += 1
             assert where.key(anywhere) != where.key(drawn)
@@ -127,7 +127,10 @@ def test_what_cannot_run_takes_for_ever():
     evaluate = Evaluator(where.cost, 8, max_replicas=3)
     assert evaluate(draft("000111", "0011")) < math.inf
     assert evaluate(draft("001011", "0011")) == math.inf
-    assert evaluate(draft("000111", "0000")._replace(home=draft("000000", "0").home)) == math.inf
+    assert (
+        evaluate(draft("000111", "0000")._replace(op_stage=draft("000000", "0").op_stage))
+        == math.inf
+    )
     assert evaluate(draft("000111", "0011", microbatch=1)) == math.inf
     assert evaluate(draft("000000", "0000")) == math.inf
     assert Evaluator(where.cost, 8)(draft("000000", "0000")) < math.inf
@@ -162,14 +165,14 @@ def test_without_a_flush_the_slowest_stage_counts():
     assert Evaluator(cost, 8, versions=(1000.0, 0.0))(held) == math.inf
 
 
-@pytest.mark.parametrize("owner", ["0101", "0011", "0111", "0001"])
-def test_messages_go_where_replicas_have_samples_in_common(owner):
+@pytest.mark.parametrize("device_stage", ["0101", "0011", "0111", "0001"])
+def test_messages_go_where_replicas_have_samples_in_common(device_stage):
     """Replicas of two stages on two nodes that meet inside of both or neither, and three for one: a
     hundredth of the bandwidth between nodes makes that the difference.
     """
     cost = cost_model(TOWERS, 4, node=2, memory=2**40, bandwidth=1e10, card=1e8)
     half = len(cost.graph) // 2
-    mixed = draft("0" * half + "1" * (len(cost.graph) - half), owner, microbatch=8)
+    mixed = draft("0" * half + "1" * (len(cost.graph) - half), device_stage, microbatch=8)
     assert Evaluator(cost, 32)(mixed) == pytest.approx(simulated_s(cost, 32, mixed), rel=0.02)
 
 
@@ -184,10 +187,10 @@ def test_branches_that_meet_wait_for_each_other_on_cards(branches, node):
     values = tuple(replace(value, nbytes=100) for value in linked.graph.values)
     profile = replace(linked, graph=replace(linked.graph, values=values))
     digits = "0123"[: branches + 1]
-    owner = "".join(digit * node for digit in digits[:-1]) + digits[-1] * branches * node
-    machine = cluster(len(owner), node=node, memory=2**40, bandwidth=1e6, card=10.0)
+    device_stage = "".join(digit * node for digit in digits[:-1]) + digits[-1] * branches * node
+    machine = cluster(len(device_stage), node=node, memory=2**40, bandwidth=1e6, card=10.0)
     cost = CostModel(profile, machine)
-    joined = draft(digits, owner, microbatch=branches * node)
+    joined = draft(digits, device_stage, microbatch=branches * node)
     batch_size = 16 * branches * node
     simulated = simulated_s(cost, batch_size, joined)
     assert Evaluator(cost, batch_size)(joined) == pytest.approx(simulated, rel=0.04)
@@ -209,9 +212,9 @@ def test_cards_are_full_where_receives_are_posted_at_once(branches, node, card):
         np.arange(count + 1, dtype=np.int32),
         [(n,) * (count + 1) for n in (count, 1, 0)],
     )
-    owner = np.minimum(np.arange(2 * count, dtype=np.int32), count)
-    machine = cluster(len(owner), node=node, memory=2**40, bandwidth=1e6, card=card)
-    joined = Draft(stages, owner, *settings, deep=True, chained=False, sharded=False)
+    device_stage = np.minimum(np.arange(2 * count, dtype=np.int32), count)
+    machine = cluster(len(device_stage), node=node, memory=2**40, bandwidth=1e6, card=card)
+    joined = Draft(stages, device_stage, *settings, deep=True, chained=False, sharded=False)
     cost, batch_size = CostModel(profile, machine), 16 * count
     simulated = simulated_s(cost, batch_size, joined)
     assert Evaluator(cost, batch_size)(joined) == pytest.approx(simulated, rel=0.06)
@@ -266,15 +269,15 @@ def test_a_sum_waits_for_messages_on_the_same_links():
     assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.01)
 
 
-@pytest.mark.parametrize("owner", ["0101", "0011", "01"])
-def test_gathers_of_shared_state_take_turns_on_cards(owner):
+@pytest.mark.parametrize("device_stage", ["0101", "0011", "01"])
+def test_gathers_of_shared_state_take_turns_on_cards(device_stage):
     """Two stages whose replicas are on both nodes send each other what they have updated through
     the same cards, one after the other; on a node each, at once.
     """
-    node = 2 if len(owner) == 4 else None
-    cost = cost_model(TOWERS, len(owner), node=node, memory=2**40, bandwidth=1e9, card=1e9)
+    node = 2 if len(device_stage) == 4 else None
+    cost = cost_model(TOWERS, len(device_stage), node=node, memory=2**40, bandwidth=1e9, card=1e9)
     half = len(cost.graph) // 2
-    mixed = draft("0" * half + "1" * (len(cost.graph) - half), owner, microbatch=8)
+    mixed = draft("0" * half + "1" * (len(cost.graph) - half), device_stage, microbatch=8)
     mixed = mixed._replace(sharded=True)
     assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.02)
 

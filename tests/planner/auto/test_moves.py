@@ -24,12 +24,12 @@ def space(edges: list[tuple[int, int]], devices: int = 6, node: int | None = Non
     return Space(cost, 8, (1, 2, 4, 8))
 
 
-def draft(home: str, owner: str, microbatch: int = 4) -> Draft:
+def draft(op_stage: str, device_stage: str, microbatch: int = 4) -> Draft:
     """A digit per operator and device: its stage."""
-    count = 1 + max(map(int, home))
+    count = 1 + max(map(int, op_stage))
     return Draft(
-        np.array([*map(int, home)], dtype=np.int32),
-        np.array([*map(int, owner)], dtype=np.int32),
+        np.array([*map(int, op_stage)], dtype=np.int32),
+        np.array([*map(int, device_stage)], dtype=np.int32),
         (microbatch,) * count,
         (1,) * count,
         (0,) * count,
@@ -43,19 +43,23 @@ def outcomes(name: str, before: Draft, where: Space) -> set[tuple[str, str]]:
     """All that a move makes of a draft, as digits of operators and devices."""
     move = MOVES[name][0]
     made = (move(before, where, Random(seed)) for seed in range(300))
-    return {(digits(after.home), digits(after.owner)) for after in made if after is not None}
+    return {
+        (digits(after.op_stage), digits(after.device_stage)) for after in made if after is not None
+    }
 
 
-def homes(name: str, home: str, edges: list[tuple[int, int]]) -> set[str]:
+def op_stages(name: str, op_stage: str, edges: list[tuple[int, int]]) -> set[str]:
     """What a move makes of the operators' stages; every stage has a device, the last one more."""
-    owner = "012345"[: 1 + max(map(int, home))].ljust(6, max(home))
-    return {after for after, _ in outcomes(name, draft(home, owner), space(edges))}
+    device_stage = "012345"[: 1 + max(map(int, op_stage))].ljust(6, max(op_stage))
+    return {after for after, _ in outcomes(name, draft(op_stage, device_stage), space(edges))}
 
 
-def owners(name: str, owner: str, node: int | None = None, home: str = "000111") -> set[str]:
+def device_stages(
+    name: str, device_stage: str, node: int | None = None, op_stage: str = "000111"
+) -> set[str]:
     """What a move makes of the devices' stages."""
-    where = space(CHAIN, len(owner), node)
-    return {after for _, after in outcomes(name, draft(home, owner), where)}
+    where = space(CHAIN, len(device_stage), node)
+    return {after for _, after in outcomes(name, draft(op_stage, device_stage), where)}
 
 
 def digits(numbers: np.ndarray) -> str:
@@ -66,8 +70,8 @@ def well_formed(found: Draft) -> bool:
     """Every stage has an operator and a device, and everything that stages have."""
     stages = list(range(found.num_stages))
     return (
-        np.unique(found.home).tolist() == stages
-        and np.unique(found.owner).tolist() == stages
+        np.unique(found.op_stage).tolist() == stages
+        and np.unique(found.device_stage).tolist() == stages
         and min(found.microbatch) >= 1
         and min(found.k) >= 1
         and {*map(len, found[2:5])} == {len(stages)}
@@ -83,7 +87,7 @@ def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
     made = 0
     for seed in range(100):
         drawn = random_draft(cost, 16, seed)
-        before = drawn._replace(owner=drawn.owner.astype(np.int32))
+        before = drawn._replace(device_stage=drawn.device_stage.astype(np.int32))
         copy = Draft(*(np.copy(x) if isinstance(x, np.ndarray) else x for x in before))
         after = move(before, where, Random(seed))
         assert all(np.array_equal(x, y) for x, y in zip(before, copy, strict=True))
@@ -98,29 +102,29 @@ def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
 
 def test_shift_operator():
     """Either end of an edge between two stages, but never a stage's only operator."""
-    assert homes("shift operator", "000111", CHAIN) == {"000011", "001111"}
-    assert homes("shift operator", "000001", CHAIN) == {"000011"}
-    assert homes("shift operator", "000000", CHAIN) == set()
+    assert op_stages("shift operator", "000111", CHAIN) == {"000011", "001111"}
+    assert op_stages("shift operator", "000001", CHAIN) == {"000011"}
+    assert op_stages("shift operator", "000000", CHAIN) == set()
 
 
 def test_shift_run():
     """Any number of operators next to the border, with the branches that they lie on."""
-    assert homes("shift run", "000111", CHAIN) == {"000011", "000001", "001111", "011111"}
+    assert op_stages("shift run", "000111", CHAIN) == {"000011", "000001", "001111", "011111"}
     # Of the branches of the diamond: one operator, a whole branch, or both.
-    assert homes("shift run", "011111", DIAMOND) == {"001111", "010111", "001011", "010101"}
+    assert op_stages("shift run", "011111", DIAMOND) == {"001111", "010111", "001011", "010101"}
 
 
 def test_shift_tails():
     """The ends of both branches at once, into the join's stage and out of it."""
-    assert homes("shift tails", "012123", DIAMOND) == {"012333"}
-    assert homes("shift tails", "012333", DIAMOND) == {"012123"}
+    assert op_stages("shift tails", "012123", DIAMOND) == {"012333"}
+    assert op_stages("shift tails", "012333", DIAMOND) == {"012123"}
 
 
 def test_merge():
     """Two stages with their devices; the last stage takes the number that is free."""
     where, before = space(CHAIN), draft("001122", "012222")
-    for home, owner in outcomes("merge", before, where):
-        assert set(home) == set(owner) == {"0", "1"}
+    for op_stage, device_stage in outcomes("merge", before, where):
+        assert set(op_stage) == set(device_stage) == {"0", "1"}
     assert outcomes("merge", draft("000000", "000000"), where) == set()
 
 
@@ -144,7 +148,7 @@ def test_merged_and_split_stages_may_leave_a_replica_its_samples():
     def sizes(name: str, before: Draft, where: Space) -> set[tuple[str, tuple[int, ...]]]:
         made = (MOVES[name][0](before, where, Random(seed)) for seed in range(300))
         found = [after for after in made if after is not None]
-        return {(digits(x.owner), x.microbatch) for x in found}
+        return {(digits(x.device_stage), x.microbatch) for x in found}
 
     halves = draft("000111", "0011")
     assert sizes("merge", halves, where) == {("0000", (4,)), ("0000", (8,))}
@@ -161,27 +165,28 @@ def test_merged_and_split_stages_may_leave_a_replica_its_samples():
 
 def test_move_device():
     """One device, never the last one."""
-    assert owners("move device", "0011") == {"0111", "1011", "0001", "0010"}
-    assert owners("move device", "011") == {"001", "010"}
+    assert device_stages("move device", "0011") == {"0111", "1011", "0001", "0010"}
+    assert device_stages("move device", "011") == {"001", "010"}
 
 
 def test_give_half():
     """Half of the replicas to another stage."""
-    assert owners("give half", "000011") == {"001111", "011011", "110011", "000001", "000010"}
+    after = device_stages("give half", "000011")
+    assert after == {"001111", "011011", "110011", "000001", "000010"}
 
 
 def test_swaps():
     """Two devices of different stages, or all devices of two stages."""
-    assert owners("swap devices", "0011") == {"1010", "1001", "0110", "0101"}
-    assert owners("swap stages", "0001") == {"1110"}
+    assert device_stages("swap devices", "0011") == {"1010", "1001", "0110", "0101"}
+    assert device_stages("swap stages", "0001") == {"1110"}
 
 
 def test_gather_and_scatter():
     """Stages in a row, one stage into a node, or every stage over all nodes."""
-    assert owners("gather", "01010", home="000111") == {"00011"}
-    assert owners("gather stage", "0101", node=2) == {"0011", "1100"}
-    assert owners("scatter", "0011", node=2) == {"0101"}
-    assert owners("gather stage", "0101") == owners("scatter", "0101") == set()
+    assert device_stages("gather", "01010", op_stage="000111") == {"00011"}
+    assert device_stages("gather stage", "0101", node=2) == {"0011", "1100"}
+    assert device_stages("scatter", "0011", node=2) == {"0101"}
+    assert device_stages("gather stage", "0101") == device_stages("scatter", "0101") == set()
 
 
 def test_how_stages_run():

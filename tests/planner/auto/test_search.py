@@ -20,8 +20,8 @@ from tests.planner.auto.test_moves import CHAIN, draft, space
 WHERE = space(CHAIN)
 
 
-def stages(home: str, owner: str) -> StageGraph:
-    return stage_graph_of(draft(home, owner, microbatch=8), WHERE.cost, WHERE.batch_size)
+def stages(op_stage: str, device_stage: str) -> StageGraph:
+    return stage_graph_of(draft(op_stage, device_stage, microbatch=8), WHERE.cost, WHERE.batch_size)
 
 
 SHARED = RunOptions(shared=True)
@@ -30,7 +30,7 @@ UNEVEN = stages("000111", "000001")
 
 def priced(found: Draft, limit: float) -> float:
     """As ``slowest``, where every replica has samples."""
-    short = (found.microbatch < np.bincount(found.owner)).any()
+    short = (found.microbatch < np.bincount(found.device_stage)).any()
     return math.inf if short else slowest(found, limit)
 
 

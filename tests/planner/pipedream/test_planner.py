@@ -177,9 +177,9 @@ def test_stages_follow_one_another():
         assert {(s, s + 1) for s in range(len(graph) - 1)} <= set(graph.edges)
         assert graph.depth == len(graph)
     for graph in PipeDream(antichains=True)(cost, batch_size=128):
-        home = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
+        stage_of = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
         names = [op.name for op in cost.graph.ops]
-        pairs = {(home[names[a]], home[names[b]]) for a, b in cost.graph.edges}
+        pairs = {(stage_of[names[a]], stage_of[names[b]]) for a, b in cost.graph.edges}
         assert set(graph.edges) == {(x, y) for x, y in pairs if x != y}
 
 

@@ -3,8 +3,8 @@
 A draft says which stage holds each operator and each device; what else a ``StageGraph`` has
 follows from that::
 
-    operators   a  b  c  d  e          devices   0  1  2  3
-    home        0  0  1  1  2          owner     0  0  1  2
+    operators   a  b  c  d  e        devices        0  1  2  3
+    op_stage    0  0  1  1  2        device_stage   0  0  1  2
 
     stage 0: a b on devices 0 1        stage 1: c d on device 2        stage 2: e on device 3
 
@@ -33,8 +33,8 @@ class Draft(NamedTuple):
     """A plan under search, never changed in place. S is the number of stages.
 
     Attributes:
-        home: [operators] stage of each operator, 0 to S-1.
-        owner: [devices] stage of each device; those of a stage are its replicas in ascending order.
+        op_stage: [operators] stage of each operator, 0 to S-1.
+        device_stage: [devices] stage of each device; those of a stage are its replicas, ascending.
         microbatch: [S] samples of a micro-batch over all replicas.
         k: [S] k of kFkB.
         recompute: [S] 1 if it recomputes, else 0.
@@ -44,8 +44,8 @@ class Draft(NamedTuple):
         split: whether backwards are split, see ``schedule.zero_bubble``.
     """
 
-    home: Ints
-    owner: Ints
+    op_stage: Ints
+    device_stage: Ints
     microbatch: Settings
     k: Settings
     recompute: Settings
@@ -81,30 +81,30 @@ def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
     Raises:
         InvalidPlanError: if a device of the cluster holds no stage, or several.
     """
-    owner = np.full(cost.cluster.num_devices, -1, dtype=np.int32)
-    home = np.full(len(cost.graph), -1, dtype=np.int32)
+    device_stage = np.full(cost.cluster.num_devices, -1, dtype=np.int32)
+    op_stage = np.full(len(cost.graph), -1, dtype=np.int32)
     for s, stage in enumerate(graph.stages):
-        if (owner[list(stage.devices)] >= 0).any():
+        if (device_stage[list(stage.devices)] >= 0).any():
             raise InvalidPlanError(
                 f"a device of stage {s} holds another stage as well; the search takes plans with "
                 "one stage on each device"
             )
-        owner[list(stage.devices)] = s
-        home[[cost.graph.index[name] for name in stage.operators]] = s
-    if (owner < 0).any():
+        device_stage[list(stage.devices)] = s
+        op_stage[[cost.graph.index[name] for name in stage.operators]] = s
+    if (device_stage < 0).any():
         raise InvalidPlanError(
-            f"device {int(owner.argmin())} of {cost.cluster.name} holds no stage; the search takes "
-            "plans that use all devices"
+            f"device {int(device_stage.argmin())} of {cost.cluster.name} holds no stage; the "
+            "search takes plans that use all devices"
         )
     chain = {(s, s + 1) for s in range(len(graph) - 1)}
     return Draft(
-        home,
-        owner,
+        op_stage,
+        device_stage,
         tuple(stage.microbatch_size for stage in graph.stages),
         tuple(stage.k for stage in graph.stages),
         tuple(int(stage.recompute) for stage in graph.stages),
         False,
-        chain <= set(graph.edges) and not chain <= value_edges(home.tolist(), cost.graph),
+        chain <= set(graph.edges) and not chain <= value_edges(op_stage.tolist(), cost.graph),
         cost.shard_optimizer,
     )
 
@@ -116,7 +116,7 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
     Raises:
         InvalidPlanError: if stages wait for each other in a circle.
     """
-    count, edges = draft.num_stages, value_edges(draft.home.tolist(), cost.graph)
+    count, edges = draft.num_stages, value_edges(draft.op_stage.tolist(), cost.graph)
     order = topological_order(successors(count, edges), int)
     if len(order) < count:
         left = sorted(set(range(count)) - set(order))
@@ -127,8 +127,8 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
     position = {s: i for i, s in enumerate(order)}
     stages = tuple(
         Stage(
-            operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.home == s)),
-            devices=tuple(np.flatnonzero(draft.owner == s).tolist()),
+            operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.op_stage == s)),
+            devices=tuple(np.flatnonzero(draft.device_stage == s).tolist()),
             microbatch_size=draft.microbatch[s],
             k=min(draft.k[s], -(-batch_size // draft.microbatch[s])),
             recompute=bool(draft.recompute[s]),

@@ -85,8 +85,8 @@ class Evaluator:
         values, readers = _values(cost)
         shared = devices // node * cards[0] * (cards[0] < node)
         edges = min(len(readers), devices * devices) + devices
-        home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
-        drafted = home, owner, np.zeros(3 * devices, np.int32)
+        op_stage, device_stage = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
+        drafted = op_stage, device_stage, np.zeros(3 * devices, np.int32)
         problem = tables.PricedModel(
             records(tables.Numbers, [numbers]),
             *_seconds(cost),
@@ -116,9 +116,10 @@ class Evaluator:
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """Estimate the seconds; infinity if the draft cannot run or takes longer than the limit."""
-        home, owner, microbatch, k, recompute, *ways = draft
+        op_stage, device_stage, microbatch, k, recompute, *ways = draft
         settings = array("i", microbatch + k + recompute)
-        written = home.tobytes(), owner.tobytes(), settings.tobytes()  # quicker than arrays
+        # Quicker than arrays.
+        written = op_stage.tobytes(), device_stage.tobytes(), settings.tobytes()
         for memory, values in zip(self._draft_bytes, written, strict=True):
             memory[: len(values)] = values
         drafted, problem, state = self._tables

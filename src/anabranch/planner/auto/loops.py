@@ -189,11 +189,11 @@ def _with_edges(
     space: Space, parts: Sequence[Sequence[int]], stages: Sequence[Stage]
 ) -> StageGraph | None:
     """Return the stage graph with ``parts`` as operators; None if an edge leads back."""
-    graph, home = space.cost.graph, [0] * len(space.position)
+    graph, op_stage = space.cost.graph, [0] * len(space.position)
     for part, operators in enumerate(parts):
         for op in operators:
-            home[op] = part
-    edges = sorted(value_edges(home, graph))
+            op_stage[op] = part
+    edges = sorted(value_edges(op_stage, graph))
     if any(x > y for x, y in edges):
         return None
     named = (

@@ -111,7 +111,7 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
 
 
 def price_sums(
-    home: NDArray[np.int32],
+    op_stage: NDArray[np.int32],
     sharded: bool,
     problem: PricedModel,
     stages: Table[StageRecord],
@@ -136,13 +136,13 @@ def price_sums(
             stage.sums = reduce_s
     if not numbers.flush:
         return
-    for i in range(len(home) - 1, -1, -1):
-        stage = stages[home[i]]
+    for i in range(len(op_stage) - 1, -1, -1):
+        stage = stages[op_stage[i]]
         if stage.replicas > 1:
             held = problem.op_bytes[i]
             nbytes = summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
-                _cut_piece(stage, half, levels, pieces[home[i]])
+                _cut_piece(stage, half, levels, pieces[op_stage[i]])
             stage.passed += operator_s(i, 1, 1, stage, problem.op_seconds)
             if nbytes > 0:
                 stage.final = stage.passed

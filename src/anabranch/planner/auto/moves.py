@@ -38,7 +38,7 @@ def shift_operator(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if edge is None:
         return None
     there, here = edge if rng.random() < 0.5 else edge[::-1]
-    return _shifted(draft, here, draft.home.item(here), draft.home.item(there))
+    return _shifted(draft, here, draft.op_stage.item(here), draft.op_stage.item(there))
 
 
 def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -52,8 +52,8 @@ def shift_run(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if edge is None:
         return None
     forward = rng.random() < 0.5
-    here, there = map(draft.home.item, edge if forward else edge[::-1])
-    inside = draft.home == here
+    here, there = map(draft.op_stage.item, edge if forward else edge[::-1])
+    inside = draft.op_stage == here
     members = _where(inside)
     near = int(len(members) * rng.random() ** 2)  # mostly close to the border
     if forward:
@@ -74,19 +74,19 @@ def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if not space.joins:
         return None
     op, ends = _choice(space.joins, rng)
-    home = draft.home.copy()
-    here = home[op]
+    op_stage = draft.op_stage.copy()
+    here = op_stage[op]
     enter = rng.random() < 0.5
     beyond = space.cost.graph.predecessors
     for end in ends:
         if enter:
-            home[end] = here
-        elif home[end] == here and beyond[end]:
-            home[end] = draft.home[beyond[end].bit_length() - 1]
-    stages = home.tolist()
-    if stages == draft.home.tolist() or len(set(stages)) < draft.num_stages:
+            op_stage[end] = here
+        elif op_stage[end] == here and beyond[end]:
+            op_stage[end] = draft.op_stage[beyond[end].bit_length() - 1]
+    stages = op_stage.tolist()
+    if stages == draft.op_stage.tolist() or len(set(stages)) < draft.num_stages:
         return None
-    return draft._replace(home=home)
+    return draft._replace(op_stage=op_stage)
 
 
 def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -100,14 +100,14 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if count == 1:
         return None
     edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
-    s, t = map(draft.home.item, edge) if edge else _two(count, rng)
+    s, t = map(draft.op_stage.item, edge) if edge else _two(count, rng)
     number = np.arange(count, dtype=np.int32)
     number[-1], number[t] = t, s if s < count - 1 else t  # the last stage takes the free number
-    home, owner = number.take(draft.home), number.take(draft.owner)
+    op_stage, device_stage = number.take(draft.op_stage), number.take(draft.device_stage)
     rest = [*range(count)]
     rest[t] = rest[-1]
     microbatch, k, recompute = (tuple(map(values.__getitem__, rest[:-1])) for values in draft[2:5])
-    merged = Draft(home, owner, microbatch, k, recompute, *draft[5:])
+    merged = Draft(op_stage, device_stage, microbatch, k, recompute, *draft[5:])
     return _keep_slices(draft, s, merged, (number.item(t),), space, rng)
 
 
@@ -119,8 +119,8 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
         a b c d | e   ->   a b | c d | e
     """
     s = _below(draft.num_stages, rng)
-    members = _where(draft.home == s)
-    devices = _where(draft.owner == s)
+    members = _where(draft.op_stage == s)
+    devices = _where(draft.device_stage == s)
     if len(members) < 2 or len(devices) < 2:
         return None
     if rng.random() < 0.75:
@@ -131,11 +131,11 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     cut = int(work.searchsorted(point)) + _below(3, rng)
     cut = min(max(cut, 1), len(members) - 1)
     new = draft.num_stages
-    home, owner = draft.home.copy(), draft.owner.copy()
-    home[members[cut:]] = new
-    owner[devices[-taken:]] = new
+    op_stage, device_stage = draft.op_stage.copy(), draft.device_stage.copy()
+    op_stage[members[cut:]] = new
+    device_stage[devices[-taken:]] = new
     microbatch, k, recompute = (values + values[s : s + 1] for values in draft[2:5])
-    parted = Draft(home, owner, microbatch, k, recompute, *draft[5:])
+    parted = Draft(op_stage, device_stage, microbatch, k, recompute, *draft[5:])
     return _keep_slices(draft, s, parted, (s, new), space, rng)
 
 
@@ -146,26 +146,26 @@ def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False)
     if draft.num_stages == 1:
         return None
     s, t = _two(draft.num_stages, rng)
-    devices = _where(draft.owner == s)
+    devices = _where(draft.device_stage == s)
     count = len(devices) // 2 if half else 1
     if not 0 < count < len(devices):
         return None
     first = _below(len(devices) - count + 1, rng)
     if rng.random() < 0.5:
-        near = _where(draft.owner == t)
+        near = _where(draft.device_stage == t)
         first = 0 if near[0] < devices[0] else len(devices) - count
-    owner = draft.owner.copy()
-    owner[devices[first : first + count]] = t
-    return Draft(draft.home, owner, *draft[2:])
+    device_stage = draft.device_stage.copy()
+    device_stage[devices[first : first + count]] = t
+    return Draft(draft.op_stage, device_stage, *draft[2:])
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    a, b = _below(len(draft.owner), rng), _below(len(draft.owner), rng)
-    if draft.owner[a] == draft.owner[b]:
+    a, b = _below(len(draft.device_stage), rng), _below(len(draft.device_stage), rng)
+    if draft.device_stage[a] == draft.device_stage[b]:
         return None
-    owner = draft.owner.copy()
-    owner[a], owner[b] = owner[b], owner[a]
-    return draft._replace(owner=owner)
+    device_stage = draft.device_stage.copy()
+    device_stage[a], device_stage[b] = device_stage[b], device_stage[a]
+    return draft._replace(device_stage=device_stage)
 
 
 def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -173,26 +173,26 @@ def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if count == 1:
         return None
     s, t = _two(count, rng)
-    swapped = np.arange(count, dtype=draft.owner.dtype)
+    swapped = np.arange(count, dtype=draft.device_stage.dtype)
     swapped[s], swapped[t] = t, s
-    return draft._replace(owner=swapped.take(draft.owner))
+    return draft._replace(device_stage=swapped.take(draft.device_stage))
 
 
 def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Exchange devices of a stage outside of one node for devices of other stages inside."""
-    node, count = space.cost.cluster.group_sizes[0], len(draft.owner)
+    node, count = space.cost.cluster.group_sizes[0], len(draft.device_stage)
     if count == node:
         return None
     s = _below(draft.num_stages, rng)
     first = node * _below(count // node, rng)
-    held = [d for d in _where(draft.owner == s).tolist() if not first <= d < first + node]
-    others = first + _where(draft.owner[first : first + node] != s)
+    held = [d for d in _where(draft.device_stage == s).tolist() if not first <= d < first + node]
+    others = first + _where(draft.device_stage[first : first + node] != s)
     some = min(len(held), len(others))
     if not some:
         return None
-    owner = draft.owner.copy()
-    owner[held[:some]], owner[others[:some]] = draft.owner[others[:some]], s
-    return draft._replace(owner=owner)
+    device_stage = draft.device_stage.copy()
+    device_stage[held[:some]], device_stage[others[:some]] = draft.device_stage[others[:some]], s
+    return draft._replace(device_stage=device_stage)
 
 
 def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) -> Draft | None:
@@ -201,15 +201,16 @@ def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) 
     """
     group = _choice(space.cost.cluster.group_sizes, rng) if scattered else 1
     count = draft.num_stages
-    if scattered and group >= len(draft.owner):
+    if scattered and group >= len(draft.device_stage):
         return None
-    sizes = np.bincount(draft.owner, minlength=count)
-    sums = np.bincount(draft.home, weights=space.position, minlength=count)
-    mean = sums / np.bincount(draft.home, minlength=count)
+    sizes = np.bincount(draft.device_stage, minlength=count)
+    sums = np.bincount(draft.op_stage, weights=space.position, minlength=count)
+    mean = sums / np.bincount(draft.op_stage, minlength=count)
     order = np.lexsort((mean, -sizes)) if rng.random() < 0.5 else mean.argsort()
-    row = order.astype(draft.owner.dtype).repeat(sizes.take(order))
-    owner = row.reshape(group, -1).T.ravel()
-    return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
+    row = order.astype(draft.device_stage.dtype).repeat(sizes.take(order))
+    device_stage = row.reshape(group, -1).T.ravel()
+    is_same = np.array_equal(device_stage, draft.device_stage)
+    return None if is_same else draft._replace(device_stage=device_stage)
 
 
 # How stages run
@@ -336,7 +337,7 @@ def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None
     """Return a random edge of the model between two stages, if there is one."""
     if draft.num_stages == 1:
         return None
-    sources, targets = draft.home.take(space.edges)
+    sources, targets = draft.op_stage.take(space.edges)
     crossing = _where(sources != targets)
     if not len(crossing):
         return None
@@ -347,9 +348,9 @@ def _shifted(
     draft: Draft, operators: int | NDArray[np.bool_], here: int, there: int
 ) -> Draft | None:
     """Move operators of stage ``here`` to another, unless these are all it has."""
-    home = draft.home.copy()
-    home[operators] = there
-    return Draft(home, *draft[1:]) if here in home.tolist() else None
+    op_stage = draft.op_stage.copy()
+    op_stage[operators] = there
+    return Draft(op_stage, *draft[1:]) if here in op_stage.tolist() else None
 
 
 def _keep_slices(
@@ -358,10 +359,10 @@ def _keep_slices(
     """Half the time, keep the samples per replica of stage ``s`` in the stages made of it."""
     if not space.flush or rng.random() >= 0.5:
         return after
-    sizes, owners = [*after.microbatch], after.owner.tolist()
-    devices = before.owner.tolist().count(s)
+    sizes, device_stages = [*after.microbatch], after.device_stage.tolist()
+    devices = before.device_stage.tolist().count(s)
     for stage in stages:
-        size = sizes[stage] * owners.count(stage) // devices
+        size = sizes[stage] * device_stages.count(stage) // devices
         sizes[stage] = size if size in space.sizes else sizes[stage]
     return after._replace(microbatch=tuple(sizes))
 

@@ -54,11 +54,11 @@ class Space:
         """Return a hash that ignores which stage has which device of a node or card, as drafts that
         differ only in that take equally long.
         """
-        home, owner, *rest = draft
+        op_stage, device_stage, *rest = draft
         if self._alike > 1:
-            owner = owner.reshape(-1, self._alike).copy()
-            owner.sort()
-        return hash((home.tobytes(), owner.tobytes(), *rest))
+            device_stage = device_stage.reshape(-1, self._alike).copy()
+            device_stage.sort()
+        return hash((op_stage.tobytes(), device_stage.tobytes(), *rest))
 
     @cached_property
     def _alike(self) -> int:

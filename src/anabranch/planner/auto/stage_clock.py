@@ -288,8 +288,8 @@ def _run(
 
 @compiled
 def step_s(
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
+    op_stage: NDArray[np.int32],
+    device_stage: NDArray[np.int32],
     settings: NDArray[np.int32],
     count: int,
     deep: bool,
@@ -305,16 +305,16 @@ def step_s(
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    count_devices(owner, settings, problem.levels, stages, state)
+    count_devices(device_stage, settings, problem.levels, stages, state)
     if not split_samples(problem, stages):
         return np.inf
-    join_stages(home, problem, stages, state)
+    join_stages(op_stage, problem, stages, state)
     if not sort_stages(stages, state):
         return np.inf
-    if not sum_operators(home, problem, stages):
+    if not sum_operators(op_stage, problem, stages):
         return np.inf
     if split:
-        split_backwards(home, problem, stages, state)
+        split_backwards(op_stage, problem, stages, state)
     if chained:
         chain_stages(stages, state)
     order_edges(stages, state)
@@ -322,7 +322,7 @@ def step_s(
     if not fit_memory(sharded, numbers, stages, state):
         return np.inf
     price_messages(problem, stages, state)
-    price_sums(home, sharded, problem, stages, state.pieces)
+    price_sums(op_stage, sharded, problem, stages, state.pieces)
     update = updated_after(stages, state) if flush else 0.0
     least = least_s(numbers, stages, update, state)
     if not flush:

@@ -25,7 +25,7 @@ from anabranch.profile.profile import interpolated, interpolation_at
 
 
 def count_devices(
-    owner: NDArray[np.int32],
+    device_stage: NDArray[np.int32],
     settings: NDArray[np.int32],
     levels: Table[LevelRecord],
     stages: Table[StageRecord],
@@ -41,8 +41,8 @@ def count_devices(
         stage.microbatch, stage.k = settings[s], settings[len(stages) + s]
         stage.recompute = settings[2 * len(stages) + s]
         ports_of[s, 0] = s
-    for d in range(len(owner)):
-        s, card = owner[d], len(owner) + d * cards // node
+    for d in range(len(device_stage)):
+        s, card = device_stage[d], len(device_stage) + d * cards // node
         stage = stages[s]
         if cards < node and ports_of[s, stage.cards] != card:
             stage.cards += 1
@@ -92,12 +92,12 @@ def operator_s(i: int, way: int, last: int, stage: StageRecord, op_seconds: Floa
 
 
 def sum_operators(
-    home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord]
+    op_stage: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord]
 ) -> bool:
     """Sum seconds and bytes of operators by stage; False if a stage has none."""
     action_s = problem.numbers[0].action
-    for i in range(len(home)):
-        stage = stages[home[i]]
+    for i in range(len(op_stage)):
+        stage = stages[op_stage[i]]
         stage.operators += 1
         for last in range(2):
             for way in range(2):
@@ -149,18 +149,18 @@ def _add_edge(way: int, e: int, state: State) -> None:
 
 
 def join_stages(
-    home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
+    op_stage: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
 ) -> None:
     """Find the edges between stages and the bytes that flow along them."""
     state.num_edges[0] = 0
-    for i in range(len(home)):
+    for i in range(len(op_stage)):
         state.behind[i] = 0
     for v in range(len(problem.values)):
         value = problem.values[v]
-        s = int(home[value.producer])
+        s = int(op_stage[value.producer])
         source, leaves = stages[s], False
         for reader in range(value.first, value.last):
-            t = int(home[problem.readers[reader]])
+            t = int(op_stage[problem.readers[reader]])
             target = stages[t]
             returned = value.per_sample[1] + value.fixed[1] > 0
             if (t != s and returned) or state.behind[value.producer] > 0:
@@ -180,13 +180,13 @@ def join_stages(
 
 
 def split_backwards(
-    home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
+    op_stage: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
 ) -> None:
     """Sum the seconds of backwards that can wait: gradients of weights of the operators through
     which gradients of the stage's inputs come.
     """
-    for i in range(len(home)):
-        stage = stages[home[i]]
+    for i in range(len(op_stage)):
+        stage = stages[op_stage[i]]
         for last in range(2):
             if state.behind[i] > 0:
                 stage.weights[last] += operator_s(i, 2, last, stage, problem.op_seconds)
