@@ -13,6 +13,12 @@ def test_the_height_of_a_stage_is_its_longest_distance_to_a_sink():
     assert heights(4, [(0, 1), (0, 2), (2, 3)]) == [2, 0, 1, 0]
 
 
+def test_slices_without_a_sample_are_left_out():
+    """Five samples in micro-batches of four on two replicas: the last one has one sample."""
+    graph = StageGraph((Stage(("a",), (0, 1), 4),), (), 5)
+    assert graph.slices(0) == [(0, 2), (2, 4), (4, 5)]
+
+
 def test_ranks_are_the_places_of_the_devices():
     """A plan may leave devices of the cluster out; ranks have no gaps."""
     graph = StageGraph((Stage(("a",), (9, 3), 4), Stage(("b",), (5,), 4)), ((0, 1),), 8)

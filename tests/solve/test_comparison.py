@@ -75,3 +75,14 @@ def test_a_chain_may_have_several_stages_on_a_device_as_the_plan_has():
     others = dict(baselines(found, cost.profile, machines, microbatch_size=1))
     assert others["chain"].figures.step_s == pytest.approx(found.figures.step_s)
     assert others["sequential"].figures.step_s > found.figures.step_s
+
+
+def test_the_plan_of_the_start_is_a_baseline_of_the_same_batches():
+    """It is judged as it stands; of other batches its step says nothing."""
+    cost = cost_model(chain(2), [1.0] * 2, [2.0] * 2, cluster(2))
+    where = cost.profile, cost.cluster
+    best = plan(*where, 8, planner="sequential", improve=False)
+    start, fewer = (plan(*where, size, planner="even", improve=False) for size in (8, 4))
+    others = dict(baselines(best, *where, names=["from"], start=start))
+    assert others["from"].stage_graph == start.stage_graph
+    assert not dict(baselines(best, *where, names=["from"], start=fewer))
