@@ -42,6 +42,16 @@ class Sum(Tokens):
         return self.scores(x).square().sum()
 
 
+class PenalisedSum(Tokens):
+    """A sum and penalties on weights, before, behind, and of one layer collected in place."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        loss = self.scores(x).square().sum()
+        loss = 0.3 * sum(p.square().sum() for p in self.parameters()) + loss
+        loss += 0.1 * self.head.weight.norm()
+        return loss - self.head.bias.sum()
+
+
 class TimesSamples(Tokens):
     """A mean that the user multiplies by the batch size."""
 
@@ -438,6 +448,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "bounded": (Bounded, "mean"),
     "experts": (Experts, "mean"),
     "sum": (Sum, "sum"),
+    "penalised sum": (PenalisedSum, "sum"),
     "times samples": (TimesSamples, "mean"),
     "masked": (Masked, "weighted mean"),
     "masked by hand": (MaskedByHand, "weighted mean"),

@@ -34,7 +34,16 @@ from tests.runtime.training import LIMIT_S, on_one_device
 
 COUPLED = [name for name, (_, kind) in MODELS.items() if kind == "coupled"]
 
-OF_EVERY_KIND = ("mean", "sum", "masked", "fraction", "contrastive", "normed together", "captioned")
+OF_EVERY_KIND = (
+    "mean",
+    "sum",
+    "penalised sum",
+    "masked",
+    "fraction",
+    "contrastive",
+    "normed together",
+    "captioned",
+)
 """Of every kind some, to be cut and added up over replicas, and to be evaluated, by the same
 coefficients; that a model can be sliced at all, and where its coefficients come from, is what the
 tests in one process ask of each of them.

@@ -94,3 +94,23 @@ def test_what_is_wrong_in_a_recipe_is_said_with_its_place(recipe, said):
     workload = Workload(module, torch.ones(2, 2), optimizer=recipe)
     with pytest.raises(WorkloadError, match=f"the optimizer recipe of the Workload {said}"):
         workload.make_optimizer(list(module.named_parameters()))
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"]])
+def test_a_group_of_a_recipe_may_be_empty(names: list[str], strips: bool):
+    """As of the parameters of one stage; torch has names for all groups or for none."""
+
+    def recipe(named):
+        groups = [[pair for pair in named if pair[0] == name] for name in ("weight", "bias")]
+        if strips:
+            groups = [[p for _, p in group] for group in groups]
+        return torch.optim.AdamW([{"params": group} for group in groups])
+
+    module = torch.nn.Linear(2, 1)
+    workload = Workload(module, torch.ones(2, 2), optimizer=recipe)
+    made = workload.make_optimizer([(n, p) for n, p in module.named_parameters() if n in names])
+    found = [len(group["params"]) for group in made.param_groups]
+    assert found == [int(name in names) for name in ("weight", "bias")]
+    module(torch.ones(1, 2)).sum().backward()
+    made.step()

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import nn, optim
@@ -151,7 +152,8 @@ class Workload:
 
     def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Make the optimizer of the recipe for some parameters; WorkloadError if that fails."""
-        return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
+        with patch.object(torch.optim.Optimizer, "add_param_group", _add_param_group):
+            return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
 
     def make_scheduler(
         self, optimizer: torch.optim.Optimizer
@@ -165,6 +167,22 @@ class Workload:
     def batch_size(self) -> int | None:
         """Samples of a batch, where the data decides that."""
         return self.data.batch_size if isinstance(self.data, Loader) else None
+
+
+_add = torch.optim.Optimizer.add_param_group
+
+
+def _add_param_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Add a group, which may be empty beside groups with names: of the parameters of one stage a
+    recipe may have none for a group, and torch takes those for a group without names.
+    """
+    if not isinstance(group["params"], torch.Tensor | set):
+        group["params"] = list(group["params"])
+    groups = [group, *optimizer.param_groups]
+    if any("param_names" in g or isinstance(next(iter(g["params"]), 0), tuple) for g in groups):
+        for empty in (g for g in groups if not len(g["params"])):
+            empty["param_names"] = []
+    _add(optimizer, group)
 
 
 def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Made]) -> Made:

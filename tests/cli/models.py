@@ -36,6 +36,16 @@ class Towers(nn.Module):
         return {"loss": (off**2).mean(), "error": off.abs().mean()}
 
 
+class Noisy(Towers):
+    """Adds noise to what one tower reads."""
+
+    def forward(
+        self, left: torch.Tensor, right: torch.Tensor, target: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Draws random numbers."""
+        return super().forward(left + 0.1 * torch.randn_like(left), right, target)
+
+
 class Branching(Towers):
     """Asks a tensor for its value, which has no graph."""
 
@@ -80,6 +90,11 @@ def shuffled() -> Workload:
     """One whose samples come in an order that the run draws."""
     samples = [{key: batch[key][i] for key in batch} for batch in batches(4, 0) for i in range(4)]
     return replace(towers(), data=samples, eval_data=None)
+
+
+def noisy() -> Workload:
+    """One whose forward draws random numbers."""
+    return replace(towers(), module=Noisy(16))
 
 
 def branching() -> Workload:

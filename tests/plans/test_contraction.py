@@ -1,5 +1,7 @@
 """Sets of operators as one operator each: which come along, and that nothing is lost."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,24 @@ def test_operators_in_a_row_are_cut_into_runs_alone():
     assert [(v.producer, v.consumers) for v in row.graph.values[:2]] == [(0, (1,)), (2, (3,))]
     cut = {masks for masks, _ in partitions(CostModel(row, devices_of(2))) if len(masks) == 2}
     assert cut == {(0b0001, 0b1110), (0b0011, 0b1100), (0b0111, 0b1000)}
+
+
+def test_what_a_member_works_with_lies_where_those_behind_it_keep():
+    """In a backward the first operator takes 100 bytes when the 30 and 50 of the others are given
+    back, so together they take 20 besides what they keep; the stage has as much memory as before.
+    """
+    plain = linked_model(3, [(0, 1), (1, 2)]).profile
+    kept, working = (0, 30, 50), (100, 0, 10)
+    costs = [
+        replace(cost, kept_bytes=k, working_bytes=w)
+        for cost, k, w in zip(plain.costs, kept, working, strict=True)
+    ]
+    profile = replace(plain, costs=tuple(costs))
+    joined = contract(profile, [0b111]).profile
+    assert [(cost.kept_bytes, cost.working_bytes) for cost in joined.costs] == [(80, 20)]
+    sizes = {"microbatch_size": 4, "replicas": 1, "in_flight": 1}
+    whole, one = (CostModel(p, devices_of(1)) for p in (profile, joined))
+    assert whole.device_bytes([0, 1, 2], **sizes) == one.device_bytes([0], **sizes) == 400
 
 
 @given(st.data())

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.data.packed import call_module, plain
@@ -31,7 +31,7 @@ from anabranch.graph.tracing.returned_loss import scalars
 from anabranch.graph.user_lines import user_frame
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
-from anabranch.runtime.numerics.dropout import without_dropout
+from anabranch.runtime.numerics.dropout import chances, draws
 from anabranch.runtime.ranks.placement import start_of
 from anabranch.workload import Batch
 
@@ -183,11 +183,15 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
     }
 
 
-def draws_random(program: fx.GraphModule, dropout: str = "off") -> bool:
-    """Return True if a stage draws random numbers, which differ from those of one process; disabled
+def draws_random(captured: Captured, dropout: str = "off") -> bool:
+    """Return True if a model draws random numbers, which differ from those of one process; disabled
     dropout does not count.
     """
-    return is_random(without_dropout(program) if dropout == "off" else program)
+    program = captured.programs.example
+    drawing = [node for node in program.calls if draws(node)]
+    if dropout == "off":
+        drawing = [node for node in drawing if not chances(node)]
+    return bool(drawing) or any(map(is_random, program.regions.values()))
 
 
 def largest_distance(

@@ -86,7 +86,7 @@ class Reporter:
         optimizer = self._pipe.optimizer
         if optimizer is None or not self._callbacks:
             return None
-        return float(optimizer.param_groups[0]["lr"])
+        return next(float(group["lr"]) for group in optimizer.param_groups if group["params"])
 
     def add(self, loss: float, seconds: float) -> None:
         """Take the loss of the next step, whose batch was noted."""

@@ -163,7 +163,7 @@ class _Comparison:
         programs = [parts.program(s, captured.programs.samples) for s in range(len(graph))]
         slicings = [graph.slices(stage) for stage in range(len(graph))]
         self._slices = slicings[[program.has_loss for program in programs].index(True)]
-        self._is_random = any(draws_random(program.module, dropout) for program in programs)
+        self._is_random = draws_random(captured, dropout)
         if self._is_random and dropout == "off":  # the module and its capture draw other numbers
             dropout = "sample"
         self._options = ComputeOptions("fp32", dropout=dropout)  # in half precision all differ

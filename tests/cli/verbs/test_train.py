@@ -234,8 +234,14 @@ def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
     assert said == [
         "loading PyTorch",
         "planning for 2 devices",
+        "trying rewrite join-split",
+        "planning with rewrite join-split",
         "starting 2 ranks in bf16, and comparing gradients with one process",
     ]
+    said.clear()
+    assert run("train", "tests.cli.models:noisy", *PIPELINE[2:], "--steps", "1")[0] == 0
+    noise = "calling the model twice; gradients with random numbers are not compared"
+    assert said[-1] == f"starting 2 ranks, and {noise}"
     said.clear()
     where = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
     assert run("plan", TOWERS, *where)[0] == 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.planner import placed
-from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
+from anabranch.planner.dapple.search import LABEL, ChainPlan, PlacementSearch, best_of_groups
 from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.problem import Problem
@@ -119,6 +120,28 @@ def test_a_few_suffixes_do_nearly_as_well(profile, shape, memory):
     if all_kept:
         assert all_kept[0].latency_s <= few_kept[0].latency_s * (1 + 1e-9)
         assert few_kept[0].latency_s <= 1.05 * all_kept[0].latency_s
+
+
+def test_best_suffixes_of_each_group_are_kept():
+    """By least T_PL, by least estimate, and the one of fewest stages; ties go to the first. In the
+    second group one suffix is the best by all three.
+    """
+    rows = [
+        # group, T_PL, estimate, stages
+        (0, 3.0, 9.0, 3),  # least T_PL
+        (0, 5.0, 8.0, 3),
+        (0, 4.0, 7.0, 3),  # least estimate
+        (0, 9.0, 9.0, 1),  # fewest stages
+        (0, 3.0, 9.0, 3),  # the first once more
+        (1, 2.0, 2.0, 2),
+        (1, 1.0, 1.0, 1),
+    ]
+    labels = np.zeros(len(rows), LABEL).view(np.recarray)
+    group, labels.closed_s, labels.hoped_s, labels.stages = map(np.array, zip(*rows, strict=True))
+    labels.place = np.arange(len(rows))
+    assert best_of_groups(labels, group, 1).place.tolist() == [0, 2, 3, 6]
+    # Of two per ranking, and one of fewest stages.
+    assert best_of_groups(labels, group, 2).place.tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_all_devices_of_a_flat_network_are_alike():

@@ -91,12 +91,9 @@ def train_job(
         assert fewer is not None
         survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
-    compared = ", and comparing gradients with one process" * (
-        training.check_gradients and training.steps != 0
-    )
     precision = options.get("compute", PLAIN).precision
     in_half = "" if precision in (None, "fp32") else f" in {precision}"
-    announce(f"starting {devices} rank{'s' * (devices > 1)}{in_half}{compared}")
+    announce(f"starting {devices} rank{'s' * (devices > 1)}{in_half}{_checks(job, training)}")
     try:
         run = launch.run(
             rank,
@@ -112,6 +109,18 @@ def train_job(
         if survival is not None:
             survival.copies.close()
     return replace(run, others_share=load.share(), recoveries=tuple(recoveries))
+
+
+def _checks(job: Job, training: TrainingSettings) -> str:
+    """Return words on what ranks check of the model before the first step."""
+    from anabranch.runtime.reference import draws_random
+    from anabranch.runtime.state.initialisation import meta_names
+
+    if not training.check_gradients or training.steps == 0 or meta_names(job.workload.module):
+        return ""
+    if draws_random(job.captured):
+        return ", and calling the model twice; gradients with random numbers are not compared"
+    return ", and comparing gradients with one process"
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:

@@ -11,6 +11,9 @@ before the forward begins, and enter as tensors of the batch with one row per sa
 A slice's share of the count is that of its samples, so the loss of the batch stays the mean over
 samples of those of its slices. Where all labels count, nothing changes, not in one bit.
 
+A term without samples beside a sum, such as a penalty on weights, is weighed by the slice's share
+of 1, with rows ``1 / n``, so that all slices together add it once.
+
 All other values that are known before the forward, and differ in a slice, enter in the same way: a
 number that follows from the number of samples, ``1 / len(x)``, and a value with samples, such as
 ``x.softmax(0)``, of which each sample has its own row.
@@ -164,10 +167,7 @@ class WholeBatch:
     def put_in(self, program: FlatProgram) -> FlatProgram:
         """Return the program of a slice, with statistics as tensors of the batch, sums as rows."""
         calls, nodes = program.calls, list(program.graph.nodes)
-        values = [
-            _number(nodes[s.position], s.argument) if s.argument else nodes[s.position]
-            for s in self.statistics
-        ]
+        values = [_value(nodes, calls[0], statistic) for statistic in self.statistics]
         statistics = _made(program, values) if values else None
         sources = dict(program.sources)
         rows: list[fx.Node] = []
@@ -183,12 +183,15 @@ class WholeBatch:
                 dim = statistic.axis.dim
                 moved = insert(reader, _aten.movedim.int, rows[number], 0, dim + 1)
                 read = insert(reader, _aten.flatten.using_ints, moved, dim, dim + 2)
-            elif statistic.share:
+            elif statistic.share or statistic.weighs:
                 read = insert(reader, _aten.sum.dim_IntList, rows[number], [0])
                 read = insert(reader, _aten.to.dtype, read, reader.meta["val"].dtype)
             else:
                 read = insert(reader, _aten.select.int, rows[number], 0, 0)
-            if statistic.argument:
+            if statistic.weighs:
+                term = arguments(reader)[statistic.argument]
+                reader.replace_input_with(term, insert(reader, _aten.mul.Tensor, term, read))
+            elif statistic.argument:
                 _set_number(reader, statistic.argument, read)
             else:
                 reader.replace_input_with(values[number], read)
@@ -208,7 +211,7 @@ def _as_rows(value: Tensor, statistic: Statistic, samples: int) -> Tensor:
     if (axis := statistic.axis) is not None:
         sizes = axis.parts(value.shape, samples)
         return torch.unflatten(value, axis.dim, sizes).movedim(axis.dim + 1, 0)
-    row = value.double() / samples if statistic.share else value
+    row = value.double() / samples if statistic.share or statistic.weighs else value
     return row.expand(samples, *value.shape)
 
 
@@ -220,6 +223,14 @@ def _made(program: FlatProgram, wanted: list[fx.Node]) -> FlatProgram:
     graph.output(tuple(copied[node] for node in wanted))
     sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
     return replace(program, graph=graph, sources=sources)
+
+
+def _value(nodes: list[fx.Node], first: fx.Node, statistic: Statistic) -> fx.Node:
+    """Return the node of a statistic of a program, inserted for a number; ``first``: its call."""
+    if statistic.weighs:
+        return insert(first, _aten.scalar_tensor.default, 1.0, device=first.meta["val"].device)
+    node = nodes[statistic.position]
+    return _number(node, statistic.argument) if statistic.argument else node
 
 
 def _number(call: fx.Node, argument: str) -> fx.Node:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
 
 from anabranch.graph.call_traits import SampleAxis, arguments, base_name
-from anabranch.graph.flat_program import CallKey, schema_name, upstream
+from anabranch.graph.flat_program import CallKey, schema_name, upstream, written
 from anabranch.graph.loss_kinds import LossKind
 
 Total = Literal["mean", "sum", "coupled"]
@@ -62,12 +62,15 @@ class Statistic:
         argument: name of the node's argument that is the number; empty for the node's value.
         share: whether a sum is divided by it, so that a slice reads its share, a sum over rows.
         axis: samples of the value, if it has some.
+        weighs: whether it is the number 1, whose share weighs a term without samples beside a sum,
+            such as a penalty on weights; ``argument`` is the term, of any node that reads this.
     """
 
     position: int
     argument: str = ""
     share: bool = False
     axis: SampleAxis | None = None
+    weighs: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,16 @@ class SampleFlow:
     normalised: tuple[fx.Node, ...]
     uses: tuple[tuple[fx.Node, Statistic], ...]
     assumed: tuple[str, ...]
+
+
+def constants(call: fx.Node, flows: Mapping[fx.Node, Flow]) -> list[str]:
+    """Return the arguments that are tensors without samples, and are not written in place."""
+    fixed = Flow("constant", known=True), Flow("constant", known=False)
+    return [
+        name
+        for name, value in arguments(call).items()
+        if isinstance(value, fx.Node) and flows[value] in fixed and value not in written(call)
+    ]
 
 
 def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:

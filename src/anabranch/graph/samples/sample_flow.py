@@ -48,7 +48,7 @@ from anabranch.graph.flat_program import (
     upstream,
     written,
 )
-from anabranch.graph.samples.flows import Assumption, Flow, SampleFlow, Statistic
+from anabranch.graph.samples.flows import Assumption, Flow, SampleFlow, Statistic, constants
 from anabranch.graph.samples.sample_axis import (
     MIXED,
     PAIRS,
@@ -357,9 +357,11 @@ class _Follower:
             # What is left of a constant is its own mean, and a sum where it is zero.
             is_linear = all_move or is_mean or _is_zero(sources[0])
         elif name in ("add", "sub", "rsub"):
-            # A constant is its own mean, and no sum.
+            # A constant is its own mean, and beside a sum weighed by the samples of a slice.
             terms = node.args[:2]
-            is_linear = is_mean or len(terms) == len(moving) or 0 in terms
+            weighed = [] if is_mean else constants(node, self.flows)
+            self.uses += [(node, Statistic(0, name, weighs=True)) for name in weighed]
+            is_linear = is_mean or len(terms) == len(moving) + len(weighed) or 0 in terms
         elif name == "linear":
             is_linear = is_first and is_mean
         else:

@@ -41,7 +41,6 @@ from anabranch.runtime.reference import (
 )
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache
-from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -95,7 +94,7 @@ def compare_with_eager(
         n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
     )
     eager = _EagerModule(captured, home, batch, size, names, mesh)
-    if _any_random(worker, mesh):
+    if draws_random(captured):
         eager.digests([(0, size)], checks_repeat=True)
         drawn = "the model draws random numbers besides dropout"
         return f"not compared: {drawn}; anabranch verify compares with the same ones"
@@ -210,12 +209,6 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     if graph.normalised or graph.stateful or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
     return [(0, size), (size, 2 * size)]
-
-
-def _any_random(worker: Worker, mesh: Mesh) -> bool:
-    forwards = (a for a in worker.actions if a.kind is Kind.FORWARD)
-    programs = (worker.layout.program(a.stage, a.microbatch).module for a in forwards)
-    return any(mesh.gather(any(map(draws_random, programs))))
 
 
 def _digest(gradient: Tensor | None) -> Tensor:

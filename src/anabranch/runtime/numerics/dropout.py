@@ -46,6 +46,15 @@ def draws(node: fx.Node) -> bool:
     return not idle and not any(options.get(name) == 0 for name in _CHANCES)
 
 
+def chances(node: fx.Node) -> list[tuple[int, str]]:
+    """Return place and name of the arguments of a call that are a probability of dropout."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return []
+    names = _CHANCES if "dropout" in schema_name(node) else _CHANCES[1:]  # not of bernoulli_
+    return [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.name in names]
+
+
 class BySample:
     """Rewrites stages of one model."""
 
@@ -189,13 +198,9 @@ def without_dropout(module: fx.GraphModule) -> fx.GraphModule:
     """Return the same stage without dropout."""
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
-        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            continue
-        names = _CHANCES if "dropout" in schema_name(node) else _CHANCES[1:]  # not of bernoulli_
-        for i, argument in enumerate(node.target._schema.arguments):
-            if argument.name in names:
-                if i < len(node.args):
-                    node.update_arg(i, 0.0)
-                else:
-                    node.update_kwarg(argument.name, 0.0)
+        for i, name in chances(node):
+            if i < len(node.args):
+                node.update_arg(i, 0.0)
+            else:
+                node.update_kwarg(name, 0.0)
     return fx.GraphModule(module, graph)
