@@ -357,8 +357,8 @@ NameOrNone = Annotated[
 ]
 """A name, or the empty text."""
 Size = Annotated[int, Field(ge=0, le=LIMITS.size)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Samples = Annotated[int, Field(ge=1, le=2**40)]
+Seconds = Annotated[float, Field(ge=0, le=LIMITS.seconds)]
+Samples = Annotated[int, Field(ge=1, le=LIMITS.samples)]
 Index = Annotated[int, Field(ge=0, lt=LIMITS.devices)]
 
 
