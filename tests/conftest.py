@@ -19,7 +19,8 @@ from hypothesis import settings
 
 from anabranch.compiled import functions
 from anabranch.planner.auto.settings import SETTINGS
-from anabranch.solve import comparison, search
+from anabranch.plans.baselines import BASELINES
+from anabranch.solve import search
 from tests import exported_once
 
 # No test reads or writes what the user's own commands keep: captures, and what was measured on the
@@ -34,7 +35,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # from the best plan on.
 for name, number in {"evaluations": 300, "further": 300, "neighbours": 100}.items():
     object.__setattr__(SETTINGS, name, number)
-_chain: Any = comparison.BASELINES["chain"]["planner_options"]
+_chain: Any = BASELINES["chain"].search["planner_options"]
 _chain["evaluations"] = 40
 
 exported_once.install()

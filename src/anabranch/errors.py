@@ -26,12 +26,14 @@ A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 
 import difflib
 import os
+import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 
 class AnabranchError(Exception):
@@ -152,6 +154,18 @@ def _line_of(error: Exception, otherwise: str = "its import") -> str:
     frame = own[-1] if own else frames[0]
     where = "" if frame.name == "<module>" else f", in {frame.name}"
     return f"{_from_here(frame.filename)}:{frame.lineno}{where}"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line of the user's; at no line where there is none, as in a rank that
+    has been started with a function of ours.
+    """
+    skipped = ("<", _OURS, *_installed())
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def shadowed(error: Exception) -> str:

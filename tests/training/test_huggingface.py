@@ -24,8 +24,8 @@ from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.multimodal import multimodal_batch
-from anabranch.profile.measure import measure
-from anabranch.training import SaveEvery, huggingface
+from anabranch.solve import rewriting
+from anabranch.training import SaveEvery, planning
 from anabranch.training.huggingface import Trainer
 from benchmarks.architectures import multimodal
 from benchmarks.architectures.models import ARCHITECTURES, build
@@ -43,7 +43,9 @@ def _quick(monkeypatch):
     """Models of one layer, and operators that are run, but not timed: what is tried here is how
     models are trained.
     """
-    monkeypatch.setattr(huggingface, "measure", partial(measure, repeats=0))
+    quick = partial(planning.measure_workload, repeats=0)
+    monkeypatch.setattr(planning, "measure_workload", quick)
+    monkeypatch.setattr(planning.OtherLoad, "remark", lambda *_: "")
     shorten(monkeypatch)
     for name in ("Bert", "Llama"):
         chosen = ARCHITECTURES[name]
@@ -178,6 +180,35 @@ def test_trainer_plans_and_trains_by_itself(tmp_path: Path, monkeypatch: pytest.
     exec(block, names)
     assert len(names["run"].losses) == 1
     assert (tmp_path / "tuned" / "model.safetensors").exists()
+
+
+class Joined(torch.nn.Module):
+    """Two branches of the same tokens, and a layer that reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Embedding(64, 8), torch.nn.Embedding(64, 8)
+        self.head = torch.nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        """[samples, length] tokens and labels -> loss."""
+        joined = torch.cat([self.left(input_ids), self.right(input_ids).tanh()], -1)
+        logits = self.head(joined) * attention_mask.unsqueeze(-1)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.dist
+def test_it_rewrites_the_model_where_that_pays(monkeypatch: pytest.MonkeyPatch):
+    """Here always. The model has the trained weights of the layer that was cut."""
+    monkeypatch.setattr(rewriting, "SETTINGS", replace(rewriting.SETTINGS, least_gain=-1e9))
+    torch.manual_seed(0)
+    args = arguments(max_steps=2, gradient_accumulation_steps=1, save_strategy="no")
+    trainer = Trainer(Joined(), args, collate, Sentences(), devices=2)
+    before = trainer.model.head.weight.detach().clone()
+    run = trainer.train()
+    assert run.plan.rewrites == ("join-split@head.weight",)
+    assert run.gradients.startswith("right")
+    assert not torch.equal(trainer.model.head.weight, before)
 
 
 def test_arguments_are_counted_in_batches():

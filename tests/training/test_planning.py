@@ -1,13 +1,19 @@
 """A plan for a workload in one call."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from anabranch import Cluster, Workload, plan_workload
+from anabranch.calibration.kept import keep
 from anabranch.cli import app
 from anabranch.models.names import resolve
+from anabranch.training import planning
+from tests.calibration.examples import calibration, cluster
+from tests.cli.models import towers
 
 OPTIONS = {
     **{"dense_branches": "1", "sparse_branches": "1"},
@@ -54,3 +60,31 @@ def test_a_batch_needs_a_size(job: Workload) -> None:
     """Where the data takes any number of samples, the caller has to say one."""
     with pytest.raises(ValueError, match="give batch_size"):
         plan_workload(job, Cluster.preset("summit:1x2"))
+
+
+def test_local_ranks_have_the_kept_calibration(
+    job: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the command, unless the caller wants none."""
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
+    keep(cluster(2))
+    options = {"device": "v100", "planner": "data-parallel", "rewrites": []}
+    for wanted, expected in ((True, calibration()), (False, None)):
+        plan = plan_workload(job, Cluster.preset("local:2"), 16, calibration=wanted, **options)
+        assert plan.machines is not None
+        assert plan.machines.calibration == expected
+
+
+def test_load_by_others_while_operators_are_measured_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the line that asks for the plan."""
+    quick = partial(planning.measure_workload, repeats=0)
+    monkeypatch.setattr(planning, "measure_workload", quick)
+    monkeypatch.setattr(planning.OtherLoad, "share", lambda _: 0.9)
+    monkeypatch.setattr(planning.OtherLoad, "cores", lambda _: 1.8)
+    with pytest.warns(
+        UserWarning, match=r"others kept 1\.8 of .* the model was measured"
+    ) as caught:
+        plan_workload(towers(), Cluster.preset("local:2"), 8, planner="even", rewrites=[])
+    assert [warning.filename for warning in caught] == [__file__]

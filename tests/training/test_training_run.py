@@ -1,14 +1,17 @@
 """Held-out data and checkpoints between steps."""
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint import Checkpoint, RankPart, saving
 from anabranch.checkpoint.series import best_evaluation, checkpoints
+from anabranch.checkpoint.writing import Target, write_part
 from anabranch.errors import DataError, TrainingError
 from anabranch.training import Event, SaveEvery
 from anabranch.training.training_run import require_evaluation
@@ -138,3 +141,31 @@ def test_evaluations_need_held_out_data():
     with pytest.raises(ValueError, match="counts steps, from 1"):
         require_evaluation(workload, 0)
     require_evaluation(workload, None)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("bad", ["raises", "too wide"])
+def test_a_checkpoint_begun_before_bad_data_is_complete(
+    bad: str, is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps follow each other without waiting, so nobody knows yet whether the step of the
+    checkpoint was a good one, and its parts are not on the disk. Training goes on from it.
+    """
+
+    def broken(size: int, epoch: int) -> Iterator[dict[str, object]]:
+        for count, each in enumerate(data(size, 0) + data(size, 1)):
+            if count == 8 and bad == "raises":
+                raise KeyError("user_id")
+            yield {**each, "x": torch.zeros(16, 3)} if count == 8 else each
+
+    def slowly(target: Target, rank: int, part: RankPart) -> None:
+        time.sleep(0.2 + 0.2 * rank)
+        write_part(target, rank, part)
+
+    monkeypatch.setattr(saving, "write_part", slowly)
+    options = {"save": tmp_path / "run", "save_every": SaveEvery(8)}
+    with pytest.raises(DataError, match="batch 8"):
+        events_of(is_async, 20, data=broken, **options)
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [8]
+    Checkpoint(tmp_path / "run" / "step-8").verify()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from anabranch.cluster import Machine
+from anabranch.cluster import BUSY, Machine
 
 
 def this_machine() -> Machine:
@@ -43,6 +43,15 @@ class OtherLoad:
     def share(self) -> float:
         """Return the share of the time of all cores that they have taken."""
         return min(1.0, self.cores() / (os.cpu_count() or 1))
+
+    def remark(self, what: str) -> str:
+        """Return a sentence on their load while ``what`` was measured; empty for a small one."""
+        if self.share() <= BUSY:
+            return ""
+        return (
+            f"others kept {self.cores():.1f} of the {os.cpu_count() or 1} cores busy while {what} "
+            "was measured: by seconds of a quiet machine the plan may be another one"
+        )
 
 
 def _others_s() -> float:

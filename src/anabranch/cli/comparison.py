@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
+from anabranch.plans.baselines import BASELINES
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from anabranch.weights import OptimizerFacts
 
 _Key = TypeVar("_Key")
-
-CHAINS = ("sequential", "straight sequential", "chain")
-"""Baselines whose stages are in a row."""
 
 
 class Contender(NamedTuple):
@@ -243,12 +241,6 @@ def staleness_document(
     return {"staleness": [asdict(stage) for stage in staleness_of(plan, optimizer)]}
 
 
-def interrupted(plan: Plan | AnabranchError) -> bool:
-    if isinstance(plan, AnabranchError):
-        return isinstance(plan, SearchStoppedError)
-    return plan.interrupted
-
-
 class BestPlan(NamedTuple):
     """The best plan compared: the fastest; without a flush that of the same planner under the
     policy that ``auto`` takes, if it was compared.
@@ -309,9 +301,12 @@ def ratio(step_s: float, ours_s: float) -> float | None:
     return step_s / ours_s if ours_s else None
 
 
-def noting_baselines(plan: Plan, step_s: Mapping[str, float], limit: str = "") -> Plan:
-    """Return a plan whose figures include the steps of baselines (name -> seconds) and a limit."""
-    chains = [s for name, s in step_s.items() if name in CHAINS]
+def noting_baselines(
+    plan: Plan, others: Mapping[str, Plan | AnabranchError], limit: str = ""
+) -> Plan:
+    """Return a plan whose figures include the steps of baselines, by name, and a limit."""
+    step_s = {name: other.figures.step_s for name, other in plans_among(others).items()}
+    chains = [s for name, s in step_s.items() if BASELINES[name].is_chain]
     chains += [plan.figures.step_s] * (bool(chains) and plan.stage_graph.shape == "chain")
     fastest, parallel_s = min(chains, default=None), step_s.get("data-parallel")
     figures = replace(plan.figures, data_parallel_s=parallel_s, chain_s=fastest, limit=limit)

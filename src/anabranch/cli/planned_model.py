@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.comparison import (
-    CHAINS,
     STALENESS_WORDS,
     plan_or_error,
     plans_among,
@@ -18,7 +17,8 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import print_table, say
 from anabranch.errors import AnabranchError
-from anabranch.plans.plan import BASELINE_NAMES, Plan, gain_text, is_as_fast, time_text
+from anabranch.plans.baselines import BASELINES, gain_text, is_as_fast
+from anabranch.plans.plan import Plan, time_text
 
 if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
@@ -102,7 +102,7 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
 
     The chains are the sequential pipeline, with replicas and without, and what the search finds.
     """
-    chains = [name for name in others if name in CHAINS]
+    chains = [name for name in others if BASELINES[name].is_chain]
     plans = plans_among(others)
     planned = [name for name in chains if name in plans]
     best = min(planned, key=lambda name: plans[name].figures.step_s, default="")
@@ -110,10 +110,10 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
         if name in chains and best not in ("", name):
             continue
         if isinstance(other, AnabranchError):
-            yield f"{BASELINE_NAMES[name]} has no plan: {other}"
+            yield f"{BASELINES[name].words} has no plan: {other}"
         elif name == best and ours.stage_graph.shape == "chain" and _is_faster(ours, other):
             # Found with more evaluations, or on fewer devices.
-            yield f"{BASELINE_NAMES['chain']} is this plan"
+            yield f"{BASELINES['chain'].words} is this plan"
         elif name == best and name != "chain":
             yield f"{gain(name, other, ours)}, the best chain of stages"
         else:
@@ -123,7 +123,7 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
 def gain(name: str, other: Plan, ours: Plan) -> str:
     step_s, graph, own_s = other.figures.step_s, other.stage_graph, ours.figures.step_s
     if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
-        return f"{BASELINE_NAMES[name]} is this plan"
+        return f"{BASELINES[name].words} is this plan"
     times, taken = gain_text(name, step_s, own_s, ours.mode), time_text(step_s)
     if taken == time_text(own_s) and not times.startswith("as fast as"):
         taken = f"{time_text(step_s, 3)} against {time_text(own_s, 3)}"
@@ -136,7 +136,7 @@ def gain(name: str, other: Plan, ours: Plan) -> str:
 def flush_text(flushed: Mapping[str, Plan | AnabranchError]) -> str:
     """Name the time of synchronous baselines, and say how to plan with a flush."""
     seconds = {
-        BASELINE_NAMES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
+        BASELINES[name].words: other.figures.step_s for name, other in plans_among(flushed).items()
     }
     how = "the same command without --mode async plans steps with a flush"
     if not seconds:
@@ -167,14 +167,13 @@ def faster(
         if ours.cluster.startswith("local:"):
             return "one device is faster than this plan: --cluster local:1 plans it"
         return "one device is faster than this plan: plan for a cluster of one"
-    from anabranch.solve import BASELINES
-
+    search = BASELINES[name].search or {}
     options = " ".join(
         f"--{key.replace('_', '-')} {value}"
-        for key, value in BASELINES[name].items()
+        for key, value in search.items()
         if isinstance(value, str | int)
     )
-    if limit is not None and BASELINES[name]["max_replicas"] is None:
+    if limit is not None and "max_replicas" not in search:
         options += " without --max-replicas"
     without = " without a flush" * (ours.mode == "async")
-    return f"{BASELINE_NAMES[name]}{without} is faster than this plan: {options} plans it"
+    return f"{BASELINES[name].words}{without} is faster than this plan: {options} plans it"

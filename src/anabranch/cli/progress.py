@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 from anabranch.calibration.machine import OtherLoad
 from anabranch.cli import torchrun
 from anabranch.cli.output import note
-from anabranch.cluster import BUSY
 from anabranch.device.kinds import CPU
 
 if TYPE_CHECKING:
@@ -63,16 +61,13 @@ def measured(
     """Time the operators of a workload here, with a progress bar; note if others compute, too."""
     from anabranch.runtime.measurement.workload import measure_workload
 
-    load, cores = OtherLoad(), os.cpu_count() or 1
+    load = OtherLoad()
     with progress_bar(f"measuring {model} on {device}") as progress:
         profile = measure_workload(
             workload, samples, captured=captured, device=device, progress=progress
         )
-    if device == CPU and load.share() > BUSY:
-        note(
-            f"others kept {load.cores():.1f} of the {cores} cores busy while {model} was measured: "
-            "by seconds of a quiet machine the plan may be another one"
-        )
+    if device == CPU and (text := load.remark(model)):
+        note(text)
     return profile
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.data.packed import PackedBatch
-from anabranch.errors import DataError
+from anabranch.errors import DataError, warn
 
 
 def pad_to_bucket(
@@ -105,11 +104,10 @@ class LengthBuckets:
         buckets[tuple(most.tolist())] = None
         lengths = tuple(dict(zip(names, sizes, strict=True)) for sizes in buckets)
         if len(table) < (total := sum(map(len, data_sets))):
-            warnings.warn(
+            warn(
                 f"{len(table):,} of {total:,} samples were looked at for their lengths, at most "
                 f"{lengths[-1]}: a longer one ends training when it comes, so let the collator cut "
-                "there (max_length)",
-                stacklevel=3,
+                "there (max_length)"
             )
         return LengthBuckets(lengths, {name: fill[name] for name in names})
 

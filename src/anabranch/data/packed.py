@@ -13,7 +13,6 @@ can be cut like any batch, and brings them back when the module is called::
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from anabranch.errors import DataError
+from anabranch.errors import DataError, warn
 
 
 class BatchPacking(Protocol):
@@ -145,10 +144,9 @@ class RowPacking:
             *(f"{name} has {k} rows per sample" for name, k, _ in packing.rows if name not in rows),
             *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),
         ]:
-            warnings.warn(
+            warn(
                 f"by the shapes of the example of {samples} samples, {', '.join(seen)}; say so "
-                "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so",
-                stacklevel=4,
+                "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so"
             )
         return packing
 

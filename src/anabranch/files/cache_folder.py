@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-import warnings
 from pathlib import Path
+
+from anabranch.errors import warn
 
 
 def cache_folder() -> Path:
@@ -31,9 +32,8 @@ def private_folder(name: str) -> Path | None:
     is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
     if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return folder
-    warnings.warn(
+    warn(
         f"{folder} is not used: others can write to it, or it belongs to another user; give it to "
-        f"yourself alone (chmod 700), or name another folder in ANABRANCH_CACHE",
-        stacklevel=2,
+        f"yourself alone (chmod 700), or name another folder in ANABRANCH_CACHE"
     )
     return None

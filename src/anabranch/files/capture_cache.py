@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from anabranch.errors import CaptureError
+from anabranch.errors import CaptureError, warn
 from anabranch.files.cache_folder import private_folder
 from anabranch.files.jsonfile import read_regular, write_whole
 from anabranch.profile.kernel_trace import TracedModel, checked_counts
@@ -156,9 +156,7 @@ def _load(path: Path, model: str) -> KeptCapture | None:
         same = all(_hash(name) == digest for name, digest in kept.files.items())
         return kept if same else None
     except ValueError as error:
-        warnings.warn(
-            f"the kept capture of {model} is damaged and is made again: {error}", stacklevel=3
-        )
+        warn(f"the kept capture of {model} is damaged and is made again: {error}")
     except OSError:  # one of the files is gone
         pass
     return None

@@ -9,6 +9,7 @@ from typing import Literal
 
 from anabranch.cluster import Cluster
 from anabranch.graph.opgraph import Granularity, ModelSize, OpGraph, Precision
+from anabranch.plans.baselines import gain_text, is_as_fast
 from anabranch.plans.stages import StageGraph
 
 Mode = Literal["sync", "async"]
@@ -97,34 +98,6 @@ class Prediction:
             speed = f"{self.step_s / step_s:.0%} of this speed, by another plan"
             lines.append(f"{count} {are} enough for {speed}: step {time_text(step_s)}")
         return lines
-
-
-BASELINE_NAMES = {
-    "from": "the plan of --from",
-    "data-parallel": "data parallelism",
-    "sequential": "the sequential pipeline",
-    "straight sequential": "the sequential pipeline without replicas",
-    "chain": "the best chain",
-    "one device": "one device",
-}
-"""Name of a baseline in files -> its name in words."""
-
-
-def is_as_fast(other_s: float, step_s: float) -> bool:
-    """Return True if two steps are equal to a reader: their ratio is 1 to two decimals."""
-    return bool(step_s) and round(other_s / step_s, 2) == 1
-
-
-def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") -> str:
-    """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``.
-
-    Args:
-        mode: mode of both plans; baselines of an asynchronous plan have no flush either.
-    """
-    times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
-    if is_as_fast(other_s, step_s):
-        times = "as fast as"
-    return f"{times} {BASELINE_NAMES[baseline]}{' without a flush' if mode == 'async' else ''}"
 
 
 NOT_PREDICTED = "not predicted"

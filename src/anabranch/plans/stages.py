@@ -176,6 +176,15 @@ class StageGraph:
         start, stop = self.interval(stage, microbatch)
         return part_of(start, stop, self.stages[stage].replicas, replica)
 
+    def slices(self, stage: int) -> list[tuple[int, int]]:
+        """Return the samples [start, stop) of each slice of a stage that has some, ascending."""
+        slices = (
+            self.slice(stage, microbatch, replica)
+            for microbatch in range(self.num_microbatches(stage))
+            for replica in range(self.stages[stage].replicas)
+        )
+        return [(start, stop) for start, stop in slices if start < stop]
+
     def slice_sizes(self, stage: int) -> set[int]:
         """Return the sizes of non-empty slices, of full micro-batches and the last one."""
         size, replicas = self.stages[stage].microbatch_size, self.stages[stage].replicas

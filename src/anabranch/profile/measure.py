@@ -24,7 +24,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +33,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from anabranch.device import accelerator
-from anabranch.errors import ProfileError
+from anabranch.errors import ProfileError, warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.weight_calls import waiting_bytes
 from anabranch.graph.module_state import copied
@@ -280,10 +279,9 @@ def _take_turns(
         # Three steps have to fit; each takes longer at most as the samples grow.
         expected = 3 * step_s * n / benches[-1].samples if benches else 0.0
         if benches and time.perf_counter() + expected > deadline:
-            warnings.warn(
+            warn(
                 f"{', '.join(map(str, counts[len(benches) :]))} samples were not measured, for "
-                "want of time; raise the time budget or ask for smaller sample counts",
-                stacklevel=3,
+                "want of time; raise the time budget or ask for smaller sample counts"
             )
             break
         benches.append(make(n))

@@ -10,13 +10,12 @@ whose ``grad`` collects the gradients of its readers, as at the border of a stag
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from anabranch.errors import CaptureError
+from anabranch.errors import CaptureError, warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import StageProgram, split
 from anabranch.profile.operator_bytes import BytesObserver
@@ -52,11 +51,10 @@ def workable_counts(
         if len(counts) - i < 2:
             raise failure
         cause = str(failure.__cause__ or failure).partition("\n")[0]
-        warnings.warn(
+        warn(
             f"{type(captured.module).__name__} fails with {', '.join(map(str, counts[:i]))} "
             f"sample{'s' if counts[i - 1] > 1 else ''} ({cause}), so it is measured with {count} "
-            "or more, and no device is planned to get fewer",
-            stacklevel=3,
+            "or more, and no device is planned to get fewer"
         )
         return list(counts[i:])
     assert failure is not None

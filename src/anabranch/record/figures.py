@@ -11,7 +11,8 @@ from itertools import zip_longest
 from typing import Any
 
 from anabranch.cluster import BUSY
-from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, is_as_fast, memory_text, time_text
+from anabranch.plans.baselines import is_as_fast
+from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
 from anabranch.report.html import Figure, ReportTable, ms, spent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,11 +15,12 @@ from anabranch.graph.cutting.split import Split
 from anabranch.graph.slices import whole_name
 from anabranch.graph.tracing.changed_state import changed_by_samples
 from anabranch.plans.plan import Plan
-from anabranch.runtime.compute.options import ComputeOptions, require_exact
+from anabranch.runtime.compute.options import require_exact
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.messages import channels
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
 from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.ranks.placement import own_device, start_of
@@ -34,6 +35,7 @@ class Assignment:
 
     Attributes:
         workload: the workload, with the module that was captured.
+        options: options of the run, with the plan's for what was left out.
         home: device of the module before training.
         device: device on which this rank computes.
     """
@@ -42,7 +44,7 @@ class Assignment:
     captured: Captured
     parts: Split
     holders: Holders
-    compute: ComputeOptions
+    options: PipelineOptions
     home: torch.device
     device: torch.device
 
@@ -61,20 +63,15 @@ class Assignment:
 def assign(
     workload: Workload,
     plan: Plan,
+    options: PipelineOptions,
     *,
-    captured: Captured | None,
     facts: Mapping[str, object],
-    compute: ComputeOptions,
-    exact: bool,
-    device: torch.device | str | None,
-    timeout: float,
-    shard_optimizer: bool,
     goes_on: bool,
 ) -> Assignment:
     """Cut the model by a plan, once all ranks are known to have the same model, plan and options.
 
     Args:
-        facts: options of the run that all ranks must have alike, besides ``compute``.
+        facts: what else all ranks must have alike, by name.
         goes_on: whether training goes on from another plan, under which ranks have given up the
             tensors of other stages.
 
@@ -83,24 +80,22 @@ def assign(
         CaptureError: if the module cannot be captured.
     """
     graph = plan.stage_graph
-    if compute.sparse_embeddings is None:
-        compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
-    if compute.precision is None:
-        compute = replace(compute, precision=plan.precision)
-    captured = (captured or captured_for(workload, plan)).plain
+    options = options.under(plan)
+    captured = (options.captured or captured_for(workload, plan)).plain
     buckets_of(captured, workload)
     module = captured.module
     home = start_of(module)
-    device = home if device is None else own_device(device)
+    device = home if options.device is None else own_device(options.device)
     prepare(device)
     claim(device)
-    join(timeout)
-    require_agreement(facts_of(captured, plan, {**facts, **asdict(compute), "device": device.type}))
+    join(options.timeout)
+    own = {"clip_norm": workload.clip_norm, "device": device.type}
+    require_agreement(facts_of(captured, plan, {**options.facts(), **facts, **own}))
     if meta_names(module):
         require_constants(captured, device)
-    parts = parts_of(captured, plan, exact=exact)
-    if exact:
-        require_exact(compute, captured.graph)
+    parts = parts_of(captured, plan, exact=options.exact)
+    if options.exact:
+        require_exact(options.compute, captured.graph)
     job, holders = replace(workload, module=module), Holders.of(parts, graph)
     if goes_on:  # ranks get back row by row what they have forgotten
         for parameter in module.parameters():
@@ -109,7 +104,7 @@ def assign(
     _require_single(captured, holders)
     trainable = {name: p for name, p in captured.parameters().items() if p.requires_grad}
     _require_slices_updated(job, trainable)
-    if shard_optimizer:
+    if options.shard_optimizer:
         held = map(holders.held_by, range(len(graph.devices)))
         groups = {frozenset(names & trainable.keys()) for names in held}
         cut = all(updates_by_element(job, names) for names in groups if names)
@@ -122,7 +117,7 @@ def assign(
             for name, p in trainable.items()
         }
         holders = holders.sharded(like, cut=cut)
-    return Assignment(job, captured, parts, holders, compute, home, device)
+    return Assignment(job, captured, parts, holders, options, home, device)
 
 
 def refused_between_gpus(captured: Captured, plan: Plan) -> list[str]:

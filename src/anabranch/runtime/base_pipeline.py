@@ -10,23 +10,31 @@ from typing import Any, Self
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime.measurement.clocks import yardstick_s
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
 
 
 class BasePipeline:
-    """A pipeline around one rank's ``Session``."""
+    """A pipeline around one rank's ``Session``.
+
+    Attributes:
+        options: options as they were given.
+    """
 
     workload: Workload
+    options: PipelineOptions
 
     def __init__(self, workload: Workload, plan: Plan, **options: Any) -> None:
         raise NotImplementedError
 
-    def _hold(self, plan: Plan, **options: Any) -> Session:
-        """Hold this rank's part of a plan, with the options of ``Session``."""
-        self.plan, self._session = plan, (session := Session(self.workload, plan, **options))
+    def _hold(self, plan: Plan, options: PipelineOptions, **further: Any) -> Session:
+        """Hold this rank's part of a plan, with further arguments of ``Session``."""
+        session = Session(self.workload, plan, options, **further)
+        self.plan, self._session = plan, session
         self._mesh, self._state = session.mesh, session.state
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
+        session.checkpoints.settle = self._settle
         return session
 
     @classmethod
@@ -163,8 +171,6 @@ class BasePipeline:
         Raises:
             TrainingError: if it could not be written.
         """
-        if self._session.checkpoints.is_open:
-            self._settle()
         self._session.checkpoints.finish()
 
     def close(self) -> None:

@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from anabranch.errors import warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.loss_kinds import loss_notes
 from anabranch.graph.reverted import unchanged_state, without_gradients
@@ -44,7 +44,6 @@ class FirstBatch:
         is_over: whether checks and preparations have been made.
 
     Args:
-        check_gradients: whether the user asks for the comparison.
         compares: whether the comparison is made: the user asks, and a process has all values.
         before: first batch of this run under another plan, whose warnings are not repeated.
     """
@@ -55,21 +54,21 @@ class FirstBatch:
         state: ModelState,
         workers: WorkerCache,
         *,
-        check_gradients: bool,
         compares: bool,
         before: FirstBatch | None,
     ) -> None:
         self._assignment, self._state, self._workers = assignment, state, workers
         self._captured, self._mesh, self._device = workers.captured, workers.mesh, workers.device
         self._graph, workload = workers.stage_graph, assignment.workload
-        self._compares, self._tells = compares, check_gradients and before is None
+        asked = assignment.options.check_gradients
+        self._compares, self._tells = compares, asked and before is None
         self._examples = [workload.example, *workload.buckets] if workload.buckets else []
         self._evaluates = workload.eval_data is not None
         self.is_over = False
         self.verdict: str = (
             "not compared: nobody asked for it" if before is None else before.verdict
         )
-        if check_gradients and not compares:
+        if asked and not compares:
             self.verdict = "not compared: no process has all values of the model"
 
     def prepare(self, batch: Batch, leaves: Leaves, digest: bytes, worker_of: WorkerOf) -> None:
@@ -138,12 +137,12 @@ class FirstBatch:
         stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
         sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
         for sentence in loss_notes(None, (), stateful) if self._mesh.rank == 0 and sliced else ():
-            warnings.warn(sentence, stacklevel=7)
+            warn(sentence)
         optimizer, holders = self._state.optimizer, self._assignment.holders
         if optimizer is None or self._mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
             return
         if self._mesh.rank == min(r for name in holders.parameters for r in holders.updaters(name)):
-            warnings.warn(unlike, stacklevel=7)
+            warn(unlike)
 
 
 def warm_up(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.guards.same_batch import BatchCheck, require_same_copies
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import StepRecording
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.state.spare_copies import SpareCopies
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.timeline import Timeline
@@ -119,64 +121,30 @@ class Pipeline(BasePipeline):
         device: torch.device | str | None = None,
         copies: SpareCopies | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
-        if exact and shard_optimizer:
-            raise ValueError(
-                "exact mode adds gradients of tied parameters on all their holders, which "
-                "shard_optimizer gives to one of them; take one of the two"
-            )
         self.workload = workload
-        self._accumulate, self._exact, self._shards = accumulate, exact, shard_optimizer
-        self._check_memory, self._check_copies = check_memory, check_copies
-        # The same under another plan.
-        self._options: dict[str, Any] = {
-            "compute": compute,
-            "exact": exact,
-            "check_batches": check_batches,
-            "timeout": timeout,
-            "stall_timeout": stall_timeout,
-            "patience": patience,
-            "device": device,
-        }
-        self._copies = copies
-        saved, self.copied = (None, None) if copies is None else copies.read()
-        self._begin(
-            plan,
+        self.options = PipelineOptions(
             captured=captured,
-            check_gradients=check_gradients and saved is None,
-            check_memory=check_memory and saved is None,
-            saved=saved,
+            accumulate=accumulate,
+            compute=compute,
+            exact=exact,
+            check_memory=check_memory,
+            check_copies=check_copies,
+            check_batches=check_batches,
+            shard_optimizer=shard_optimizer,
+            check_gradients=check_gradients,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            patience=patience,
+            device=device,
+            copies=copies,
         )
-        if self.copied is not None:
-            self._session.first.verdict = self.copied["gradients"]
+        self._begin(plan, self.options)
+        self.copied = self._session.copied
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
 
-    def _begin(self, plan: Plan, *, check_gradients: bool, **options: Any) -> None:
-        shards = plan.shard_optimizer and not self._exact if self._shards is None else self._shards
-        clip_norm = self.workload.clip_norm
-        session = self._hold(
-            plan,
-            facts={
-                "accumulate": self._accumulate,
-                "exact": self._exact,
-                "check_memory": self._check_memory,
-                "check_copies": self._check_copies,
-                "check_batches": self._options["check_batches"],
-                "clip_norm": clip_norm,
-                "shard_optimizer": shards,
-                "check_gradients": check_gradients,
-            },
-            shard_optimizer=shards,
-            accumulate=self._accumulate,
-            check_gradients=check_gradients,
-            **self._options,
-            **options,
-        )
-        self._steps = StepRunner(
-            session, clip_norm=clip_norm, accumulate=self._accumulate, exact=self._exact
-        )
+    def _begin(self, plan: Plan, options: PipelineOptions, **further: Any) -> None:
+        self._steps = StepRunner(self._hold(plan, options, **further))
         self._updates = self._steps.updates
 
     def change_plan(self, plan: Plan) -> None:
@@ -202,18 +170,15 @@ class Pipeline(BasePipeline):
         session, steps = self._session, self._steps
         with session.failing():
             own = self._state.bytes_on(session.device)  # which will be free again
-            missing = lack(plan, self._mesh, own, 0, session.device) if self._check_memory else ""
+            missing = (
+                lack(plan, self._mesh, own, 0, session.device) if self.options.check_memory else ""
+            )
         if missing:
             raise InfeasiblePlanError(missing)
         # What is frozen for a while goes on with its optimizer's state.
         with only_frozen(session.captured.module, session.frozen):
-            self._begin(
-                plan,
-                captured=session.captured,
-                check_gradients=False,
-                check_memory=False,
-                predecessor=session,
-            )
+            options = replace(self.options, captured=session.captured)
+            self._begin(plan, options, predecessor=session)
         self._steps.metrics, self._steps.late.begun = steps.metrics, steps.late.begun
 
     @property
@@ -301,7 +266,7 @@ class Pipeline(BasePipeline):
 
     def _count(self) -> None:
         self._session.count()
-        every = self._check_copies
+        every = self.options.check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
             with self._session.failing():
                 held = self._session.holders.parameters
@@ -364,10 +329,11 @@ class Pipeline(BasePipeline):
             further: for ``copied``, as JSON.
             note: called with the loss of the last step before the copy counts.
         """
-        assert self._copies is not None
-        self._steps.settle(reads=self._copies.is_dense)
+        copies = self.options.copies
+        assert copies is not None
+        self._steps.settle(reads=copies.is_dense)
         kept = {**further, "gradients": self.gradient_verdict}
-        confirm = self._session.checkpoints.copy_to(self._copies, kept)
+        confirm = self._session.checkpoints.copy_to(copies, kept)
 
         def count(loss: float | None) -> None:
             if loss is not None:

@@ -7,31 +7,31 @@ they tell each other of failures. The order of passes and updates is the pipelin
 from __future__ import annotations
 
 import secrets
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.reading import SavedState
-from anabranch.errors import AnabranchError, DataError, TrainingError
+from anabranch.errors import AnabranchError, DataError, TrainingError, warn
 from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.heartbeat import watch_ranks
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES, batch_digest
 from anabranch.runtime.messages import channels
-from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.state.checkpointing import Checkpointing
 from anabranch.runtime.state.initialisation import SEEDS, meta_names
 from anabranch.runtime.state.model_state import ModelState
-from anabranch.runtime.transport import Channel, Transport
+from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
 
@@ -40,50 +40,43 @@ class Session:
     """One rank of a run.
 
     Attributes:
+        options: options of the run, with the plan's for what was left out; a run that goes on
+            compares no gradients and no memory again.
         frozen: parameters that were not trainable when training began.
         graph: stages of the plan.
+        copied: ``further`` of the copy in memory that this session continues, if it does.
         first: checks and preparations with the first batch.
         batch_digest: digest of the current batch.
         is_spoilt: whether some stages have made an update that others have not.
 
     Args:
-        further: channels that are used besides those of the plan's schedule.
+        facts: what else all ranks must have alike, by name.
+        further: stages whose channels are used besides those of the plan's schedule.
         predecessor: session of this run under another plan; this one continues and closes it.
-        saved: state of this run, from copies in memory, that this session continues.
-        options: further arguments of ``assign``.
     """
 
     def __init__(
         self,
         workload: Workload,
         plan: Plan,
+        options: PipelineOptions,
         *,
-        check_gradients: bool,
-        check_memory: bool,
-        check_batches: BatchCheck = "sampled",
-        timeout: float,
-        stall_timeout: float | None,
-        patience: float | None = None,
-        further: Collection[Channel] = (),
-        shard_optimizer: bool = False,
-        accumulate: int = 1,
+        facts: Mapping[str, object] | None = None,
+        further: StageGraph | None = None,
         predecessor: Session | None = None,
-        saved: SavedState | None = None,
-        **options: Any,
     ) -> None:
-        if check_batches not in get_args(BatchCheck):
-            raise ValueError(f"check_batches is {check_batches!r}; it is 'sampled' or 'full'")
-        self._every_value = check_batches == "full"
         POSITION.begin(-1, Phase.START_UP)
+        self.copied: Mapping[str, Any] | None = None
+        saved = None
+        if predecessor is None and options.copies is not None:
+            saved, self.copied = options.copies.read()
         goes_on = predecessor is not None or saved is not None
+        if goes_on:
+            options = replace(options, check_gradients=False, check_memory=False)
         self.assignment = assignment = assign(
-            workload,
-            plan,
-            timeout=timeout,
-            shard_optimizer=shard_optimizer,
-            goes_on=goes_on,
-            **options,
+            workload, plan, options, facts=facts or {}, goes_on=goes_on
         )
+        self.options = options = assignment.options
         self.captured, self.parts = captured, parts = assignment.captured, assignment.parts
         self.holders, self.device = holders, device = assignment.holders, assignment.device
         self.frozen = {
@@ -92,25 +85,25 @@ class Session:
             if name in captured.programs.exporter.frozen or not parameter.requires_grad
         }
         self.graph = graph = plan.stage_graph
+        timeout, stall_s = options.timeout, options.stall_timeout
         self.mesh = mesh = Mesh(graph.devices, holders.sets, torch_device=device, timeout=timeout)
-        stall_s = timeout if stall_timeout is None else stall_timeout
-        self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, patience)
+        stall_s = timeout if stall_s is None else stall_s
+        self._watch = watch_ranks(mesh.rank, mesh.size, stall_s, options.patience)
         if mesh.rank == 0 and (text := plan.other_model(captured.graph)):
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
-        compares = check_gradients and not meta_names(captured.module)
+        compares = options.check_gradients and not meta_names(captured.module)
         self._needs_all = needs_all = compares and mesh.rank == 0
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
         feed = self.feed
         with mesh.failure.reporting(self._disconnect, graph):
-            if check_memory:
+            if options.check_memory:
                 assignment.require_memory(plan, mesh)
-            self.transport = transport = mesh.transport(
-                device, sorted({*channels(graph), *further})
-            )
+            used = {*channels(graph), *channels(further or graph)}
+            self.transport = transport = mesh.transport(device, sorted(used))
             drawn = mesh.gather([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             feed.seed, self._run_id = seed, run_id = drawn[0]
             if predecessor is not None:
@@ -118,27 +111,26 @@ class Session:
                 predecessor.close()
             state = ModelState(assignment, mesh, seed, goes_on=goes_on, needs_all=needs_all)
             workers = WorkerCache(
-                captured, parts, plan, mesh, transport, device, seed, assignment.compute
+                captured, parts, plan, mesh, transport, device, seed, options.compute
             )
             self.first: FirstBatch = FirstBatch(
                 assignment,
                 state,
                 workers,
-                check_gradients=check_gradients,
                 compares=compares,
                 before=None if predecessor is None else predecessor.first,
             )
+            if self.copied is not None:
+                self.first.verdict = self.copied["gradients"]
             self.state, self.workers = state, workers
-            saves_frozen, failing = workload.save_frozen, self.failing
             self.checkpoints: Checkpointing = Checkpointing(
-                state, workers, feed, run_id, failing, timeout, saves_frozen, accumulate
+                assignment, state, workers, feed, run_id, self.failing
             )
             if saved is not None:
                 self.checkpoints.restore(saved)
         feed.fail, feed.reads = self._fail, self._reads
         # The bucket of a batch follows from all of its tensors, so none is left out.
         feed.types = None if workload.buckets else captured.layout.types
-        self.trace = Trace(captured, graph, holders, mesh)
         POSITION.leave()
 
     def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
@@ -168,7 +160,11 @@ class Session:
         self.captured.freeze_slices()
         self._require_unchanged(self.workers, values=is_step)
         read, batch = self.workers.leaves, self.captured.layout.packed(batch)
-        leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
+        try:
+            leaves = leaves_of(self.captured, batch, self.device, self.feed.where, read=read)
+        except DataError:
+            self._finish_saving()
+            raise
         self.captured.for_batch(leaves).programs.require_alike(num_samples(leaves))
         self.begin_batch(batch)
         return leaves
@@ -201,7 +197,8 @@ class Session:
         """Note the digest of the next batch here, which other ranks compare with theirs."""
         if self.mesh.size > 1:
             leaves = self.captured.layout.flatten(batch)
-            self.batch_digest = batch_digest(leaves, every_value=self._every_value)
+            every_value = self.options.check_batches == "full"
+            self.batch_digest = batch_digest(leaves, every_value=every_value)
             RECENT_BATCHES.note(self._run_id, self._num_batches, self.batch_digest)
             self._num_batches += 1
 
@@ -288,11 +285,14 @@ class Session:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        if not self.checkpoints.is_open:  # its step was a good one
-            with suppress(AnabranchError):
-                self.checkpoints.finish()
+        self._finish_saving()
         self.mesh.failure.publish(error)
         self.abort()
+
+    def _finish_saving(self) -> None:
+        """Complete the checkpoint of a good step, from which training goes on after bad data."""
+        with suppress(AnabranchError):
+            self.checkpoints.finish()
 
     def abort(self) -> None:
         """Close after a failure, without waiting for any operation in progress."""

@@ -24,6 +24,7 @@ from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import LateTotals, StepTotals
@@ -51,18 +52,12 @@ class StepRunner:
         late: totals of steps that nobody waited for.
         is_first: whether no update was made yet.
         ran: worker, batch tensors and outcome of the last batch.
-
-    Args:
-        clip_norm: largest norm of all gradients; None for any.
-        accumulate: batches of an update.
     """
 
-    def __init__(
-        self, session: Session, *, clip_norm: float | None, accumulate: int, exact: bool
-    ) -> None:
+    def __init__(self, session: Session) -> None:
         self._session, self._mesh, self._state = session, session.mesh, session.state
-        self._workers, self._clip_norm = session.workers, clip_norm
-        self.updates = Updates(session, accumulate=accumulate, exact=exact)
+        self._workers, self._clip_norm = session.workers, session.assignment.workload.clip_norm
+        self.updates = Updates(session)
         self.metrics: dict[str, float] = {}
         self.late = LateTotals(session, partial(self._error, _AFTER))
         self.is_first = True
@@ -213,8 +208,8 @@ class StepRunner:
         self, consequence: str, number: int, leaves: Mapping[str, Tensor], outcome: Outcome
     ) -> NonFiniteError:
         """Return the error of a bad step, the same on every rank."""
-        trace, when = self._session.trace, f"step {number}"
-        return trace.error(trace.findings(outcome), leaves, when, consequence, _ADVICE)
+        trace, when = Trace(self._session), f"step {number}"
+        return trace.error(outcome, leaves, when, consequence, _ADVICE)
 
     # Totals that are read a step later
 

@@ -7,7 +7,6 @@ flushes and minimises the time from one mini-batch to the next.
 from anabranch.solve.asynchronous.simulation import Simulated as Simulated
 from anabranch.solve.asynchronous.simulation import require_asynchronous as require_asynchronous
 from anabranch.solve.asynchronous.simulation import simulate_async as simulate_async
-from anabranch.solve.comparison import BASELINES as BASELINES
 from anabranch.solve.comparison import baselines as baselines
 from anabranch.solve.comparison import comparable as comparable
 from anabranch.solve.comparison import compare as compare

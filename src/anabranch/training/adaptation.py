@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
-from anabranch.errors import AnabranchError, InfeasiblePlanError
+from anabranch.errors import AnabranchError, InfeasiblePlanError, warn
 from anabranch.files import plan_from_dict, plan_to_dict
 from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS
@@ -127,7 +126,7 @@ class Adaptation:
             self._is_over = True
             if loop.pipe.rank == 0:
                 text = f"training goes on under the plan that it has; a better one is left: {error}"
-                warnings.warn(text, stacklevel=2)
+                warn(text)
             return
         self._change_s = time.perf_counter() - began
         predicted_s = None if plan.predicted is None else plan.predicted.step_s

@@ -34,22 +34,22 @@ from safetensors.torch import save_model
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from anabranch import launch, solve
+from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.cluster import Cluster
 from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured, capture_workload
+from anabranch.graph.capture import Captured, capture_to_plan
 from anabranch.graph.module_state import evaluated
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
-from anabranch.profile.measure import measure
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
 from anabranch.training import SaveEvery, train
+from anabranch.training.planning import plan_workload
 from anabranch.training.trainer_arguments import TrainerArguments, require_supported
 from anabranch.workload import NamedParameters, Workload, with_article
 
@@ -219,13 +219,14 @@ class Trainer:
         return options
 
     def plan(self, **options: Any) -> Plan:
-        """Measure the model here and plan it for local ranks; options are those of ``plan``."""
-        size = cast("int", self.workload.batch_size)
-        counts = sorted({1, max(size // 4, 1), max(size // 2, 1), size})
+        """Measure the model here and plan it for local ranks; options are those of
+        ``plan_workload``.
+        """
         precision = self.training_options()["compute"].precision
-        captured = self._captured("layer").under_autocast(precision, "cpu")
+        captured = self._captured(options.get("granularity", "layer"), ())
         cluster = Cluster.preset(f"local:{self.devices}")
-        return solve.plan(measure(captured, counts), cluster, size, **options)
+        defaults: dict[str, Any] = {"captured": captured, "precision": precision}
+        return plan_workload(self.workload, cluster, **defaults | options)
 
     def train(
         self, plan: Plan | None = None, resume_from_checkpoint: str | Path | bool | None = None
@@ -243,7 +244,7 @@ class Trainer:
         options = self.training_options(resume_from_checkpoint) | self._options
         chosen = plan or self.plan()
         # Once here rather than in every rank: forked ranks inherit it.
-        captured = self._captured(chosen.granularity)
+        captured = self._captured(chosen.granularity, chosen.rewrites)
         precision = options["compute"].precision
         prepare(captured, chosen.stage_graph, self.workload, precision)
         ranks = len(chosen.stage_graph.devices)
@@ -301,8 +302,8 @@ class Trainer:
             self.processing_class.save_pretrained(folder)
 
     @remembered
-    def _captured(self, granularity: Granularity) -> Captured:
-        return capture_workload(self.workload, granularity=granularity)
+    def _captured(self, granularity: Granularity, rewrites: tuple[str, ...]) -> Captured:
+        return capture_to_plan(self.workload, granularity=granularity, rewrites=rewrites)
 
 
 def _as_batch(

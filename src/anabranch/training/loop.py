@@ -12,7 +12,6 @@ from typing import Any
 from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS, WEIGHED_STEP, Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.compute.options import PLAIN
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
@@ -91,16 +90,15 @@ def train(
         **options,
     )
     pipe, reporter = training.pipe, training.reporter
-    accumulate = int(options.get("accumulate", 1))
     loop = StepLoop(pipe, reporter, training.clock, training.batches)
     # First single steps, for times and timelines of a step alone. Compiled programs cannot be
     # weighed.
-    loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
+    loop.alone(WEIGHED_STEP, weighs=pipe.options.compute.backend is None)
     looks = looks or Looks(every=None)
     adaptation = Adaptation(loop, looks, training.start_s)
     adaptation.look()
     # The other steps follow each other without waiting.
-    while loop.in_a_row(looks.steps_until(len(reporter.losses), accumulate)):
+    while loop.in_a_row(looks.steps_until(len(reporter.losses), pipe.options.accumulate)):
         if not loop.alone(RECORDED_STEPS):
             break
         adaptation.look()

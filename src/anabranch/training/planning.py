@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from anabranch.calibration.kept import calibrated
+from anabranch.calibration.machine import OtherLoad
 from anabranch.cluster import Cluster
-from anabranch.device.kinds import GPU, is_measured
-from anabranch.graph.capture import capture_to_plan
+from anabranch.device.kinds import CPU, GPU, is_measured
+from anabranch.errors import warn
+from anabranch.graph.capture import Captured, capture_to_plan
 from anabranch.graph.opgraph import Granularity, Precision
 from anabranch.plans.plan import Plan
 from anabranch.profile.estimate import estimate
@@ -23,6 +27,8 @@ def plan_workload(
     cluster: Cluster,
     batch_size: int | None = None,
     *,
+    captured: Captured | None = None,
+    calibration: bool = True,
     device: str | None = None,
     precision: Precision | None = None,
     granularity: Granularity = "layer",
@@ -33,9 +39,11 @@ def plan_workload(
     ``plan`` does.
 
     Args:
-        cluster: the devices. Unlike the command, this takes local ranks as they are; give it
-            ``calibrated(cluster)[0]`` for the figures that were measured on this machine.
+        cluster: the devices.
         batch_size: samples of a step; by default those of the workload's data.
+        captured: the module as it is written, from ``capture_to_plan``, if the caller has it.
+        calibration: whether local ranks get the kept calibration of this machine, if there is one
+            (``anabranch cluster --calibrate``).
         device: where operators are measured, ``cpu`` or a GPU that is here, or the data sheet by
             which they are estimated; by default the cluster's device.
         precision: ``bf16`` or ``fp16`` for a plan under autocast.
@@ -50,6 +58,7 @@ def plan_workload(
         ValueError: without a number of samples; for other errors see ``plan``.
     """
     size, where = batch_size or workload.batch_size, device or cluster.device
+    cluster = calibrated(cluster)[0] if calibration else replace(cluster, calibration=None)
     if not size:
         raise ValueError(
             "the workload's data does not say how many samples a batch has; give batch_size"
@@ -60,12 +69,18 @@ def plan_workload(
     counts = powers_of_two(size)
 
     def profile_of(names: Sequence[str]) -> Profile:
-        captured = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))
+        chosen = captured
+        if names or chosen is None:
+            chosen = capture_to_plan(workload, granularity=granularity, rewrites=tuple(names))
         is_here = is_measured(where)
-        captured = captured.under_autocast(precision, where.split(":")[0] if is_here else GPU)
-        if is_here:
-            return measure_workload(workload, counts, captured=captured, device=where)
-        return estimate(captured, where, counts)
+        chosen = chosen.under_autocast(precision, where.split(":")[0] if is_here else GPU)
+        if not is_here:
+            return estimate(chosen, where, counts)
+        load = OtherLoad()
+        profile = measure_workload(workload, counts, captured=chosen, device=where)
+        if where == CPU and (text := load.remark(workload.name or "the model")):
+            warn(text)
+        return profile
 
     def search(profile: Profile) -> Plan:
         return plan(profile, cluster, size, **{"model": workload.name, **options})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from anabranch.checkpoint.series import best_evaluation, mark_best, step_folder
-from anabranch.errors import DataError, TrainingError
+from anabranch.errors import DataError, TrainingError, warn
 from anabranch.plans.plan import Plan
 from anabranch.record import Evaluation, Run
 from anabranch.record.run import finite
@@ -282,11 +281,10 @@ class TrainingRun(Generic[_Pipe]):
 def _warn_of_untold_epochs(pipe: _Pipe) -> None:
     """Warn that a checkpoint comes from a loop with batches of its own."""
     if pipe.rank == 0:
-        warnings.warn(
+        warn(
             f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
             "trained it, which read its data itself, so epochs and batches count from here; "
-            "ask for those that are left, or read by Pipeline.batches in the loop",
-            stacklevel=4,
+            "ask for those that are left, or read by Pipeline.batches in the loop"
         )
 
 

@@ -30,7 +30,6 @@ from anabranch.graph.loss_kinds import loss_notes
 from anabranch.graph.reverted import unchanged_state
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
@@ -162,7 +161,7 @@ class _Comparison:
         plan_parts.prepare(captured, graph)
         parts = plan_parts.parts_of(captured, plan, exact=False)
         programs = [parts.program(s, captured.programs.samples) for s in range(len(graph))]
-        slicings = [_slices(graph, stage) for stage in range(len(graph))]
+        slicings = [graph.slices(stage) for stage in range(len(graph))]
         self._slices = slicings[[program.has_loss for program in programs].index(True)]
         self._is_random = any(draws_random(program.module, dropout) for program in programs)
         if self._is_random and dropout == "off":  # the module and its capture draw other numbers
@@ -287,13 +286,3 @@ def _fetched(result: Reference) -> Reference:
 def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return gradients on the CPU, which can be sent to another process."""
     return {name: gradient.cpu() for name, gradient in gradients.items()}
-
-
-def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int]]:
-    """Return the intervals of samples of the slices of a stage, ascending."""
-    slices = [
-        graph.slice(stage, microbatch, replica)
-        for microbatch in range(graph.num_microbatches(stage))
-        for replica in range(graph.stages[stage].replicas)
-    ]
-    return [(start, stop) for start, stop in slices if start < stop]

@@ -6,12 +6,11 @@ one of ``OPTIMIZERS``, or is made without these facts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from anabranch.errors import PolicyError
+from anabranch.errors import PolicyError, warn
 from anabranch.plans.stages import StageGraph
 from anabranch.weights.base import WeightPolicy
 from anabranch.weights.policies import VerticalSync
@@ -138,12 +137,11 @@ def _warn_of_statistics(
     samples = graph.batch_size // microbatches
     least, s = min((samples // count, s) for s, count in enumerate(slices))
     if least <= 1:
-        warnings.warn(
+        warn(
             f"{batch_norms[0]} takes its statistics over the samples of one pass, and a pass of "
             f"stage {s} has {least}: a batch of {graph.batch_size} in {microbatches} micro-batches "
             f"over {slices[s]} replicas; take a larger batch, fewer micro-batches "
-            "or replicas, or GroupNorm",
-            stacklevel=3,
+            "or replicas, or GroupNorm"
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from anabranch.cli.training.job import Job
 from anabranch.cli.verbs.train import _seeded
 from anabranch.errors import WorkloadError
 from anabranch.record import load_run
+from anabranch.solve import rewriting
 from tests.cli.examples import TOWERS, by_hand
 
 PIPELINE = ("train", TOWERS, "--devices", "2", "--batch-size", "8", "--max-replicas", "1")
@@ -49,6 +51,19 @@ def test_a_run_says_how_stale_its_stages_were(run, document, tmp_path):
     assert rows["weight policy"].startswith(f"{found['policy']}, ")
     assert "updates from forward to backward" in rows["version difference"]
     assert "copies, by device" in rows["weight versions"]
+
+
+@pytest.mark.dist
+def test_without_a_plan_file_the_model_is_rewritten_where_that_pays(
+    document, monkeypatch, tmp_path
+):
+    """Here always. The plan in the folder of the run has it, and gradients are compared."""
+    monkeypatch.setattr(rewriting, "SETTINGS", replace(rewriting.SETTINGS, least_gain=-1e9))
+    found = document(*PIPELINE, "--steps", "2")
+    plan = json.loads((tmp_path / found["run"] / "plan.json").read_text())
+    assert plan["rewrites"] == ["join-split@head.weight"]
+    assert "as the model is written" in plan["notes"][-1]
+    assert found["gradients"].startswith("right")
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import checkpoints
-from anabranch.cli.training.job import Job
+from anabranch.cli.training import restarts
 from anabranch.record import load_run
 
 pytestmark = pytest.mark.dist
@@ -54,7 +54,7 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
     same.
     """
     left = iter([2, 1])
-    monkeypatch.setattr(Job, "devices_left", lambda job: next(left))
+    monkeypatch.setattr(restarts, "devices_left", lambda job: next(left))
     found = document(*KILLED, *SAVED, "--max-restarts", "1")
     assert (found["restarts"], len(found["losses"])) == (1, 4)
     assert len(found["device_peak_bytes"]) <= 1
@@ -68,7 +68,7 @@ def test_what_is_planned_anew_keeps_mode_and_policy_of_the_plan_file(run, docume
     plan = ("plan", KILLED[1], *options, "--mode", "async", "--policy", "stash", "-o", "p.json")
     assert run(*plan)[0] == 0
     left = iter([2, 1])
-    monkeypatch.setattr(Job, "devices_left", lambda job: next(left))
+    monkeypatch.setattr(restarts, "devices_left", lambda job: next(left))
     found = document("train", KILLED[1], "--plan", "p.json", *SAVED, "--max-restarts", "1")
     assert (found["mode"], found["policy"]) == ("async", "stash")
     assert (found["restarts"], len(found["version_difference"])) == (1, 1)

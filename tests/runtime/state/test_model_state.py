@@ -1,5 +1,7 @@
 """What a rank keeps of the model, and what it cannot train."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -78,3 +80,16 @@ def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
     workload = with_options(model, optimizer=sgd, scheduler=recipe)
     with pytest.raises(TrainingError, match="needs a metric at every step"):
         Pipeline(workload, plan(model, 1), captured=model.captured)
+
+
+def test_a_rank_warns_at_the_users_line() -> None:
+    """Not at one of ours, wherever in the library a parameter is found to be without gradient."""
+    model = built("Unused")
+
+    def work(pipeline: Pipeline) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(pipeline.steps(BATCHES[:2]))
+        return [warning.filename for warning in caught]
+
+    assert run(model, plan(model, 2), work) == [[__file__], []]

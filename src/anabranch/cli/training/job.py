@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli import torchrun
@@ -44,15 +44,19 @@ class Job:
             from anabranch.runtime.ranks.placement import own_device
 
             own_device(device)
-        self._gpus: int | None = None
+        self.gpus: int | None = None  # at the last attempt to train
         self.search_options: dict[str, Any] = {}  # of the search that has planned it here
         self.workload: Workload = source.workload()
         self.profile: Profile | None = None
 
-    @cached_property
+    @property
     def captured(self) -> Captured:
         """The workload's module as a graph of operators, once it is needed."""
-        return self.source.capture(self.workload)
+        return self._captured(self.source.rewrites)
+
+    @remembered
+    def _captured(self, rewrites: tuple[str, ...]) -> Captured:
+        return replace(self.source, rewrites=rewrites).capture(self.workload)
 
     @staticmethod
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
@@ -67,11 +71,16 @@ class Job:
             source = replace(source, **planned)
         return Job(source, plan, local.device)
 
-    def measure(self, batch_size: int) -> Profile:
-        """Time the operators here, on one thread each, as ranks do, or on a GPU."""
+    def measure(self, batch_size: int, rewrites: tuple[str, ...] | None = None) -> Profile:
+        """Time the operators here, on one thread each, as ranks do, or on a GPU.
+
+        Args:
+            rewrites: rewrites of the model; by default those of ``source``.
+        """
         from anabranch.profile.profile import powers_of_two
 
-        captured = self.captured.under_autocast(self.source.precision, self.device)
+        captured = self.captured if rewrites is None else self._captured(rewrites)
+        captured = captured.under_autocast(self.source.precision, self.device)
         what = self.workload, powers_of_two(batch_size), captured
         time = partial(measured, *what, self.device, self.source.model)
         if self.device != CPU and not torchrun.is_rank():
@@ -101,6 +110,7 @@ class Job:
         *,
         planner: str = "auto",
         own_cores: bool = False,
+        tries_rewrites: bool = False,
         mode: str = "sync",
         policy: str = "",
         **options: Any,
@@ -109,10 +119,12 @@ class Job:
 
         Args:
             own_cores: plan as if each rank had a core of its own.
+            tries_rewrites: rewrite the model where that makes the step shorter, as ``plan`` does;
+                ``source`` has these rewrites afterwards.
             options: further options of ``solve.plan``, such as ``max_replicas``.
         """
         from anabranch.runtime.state.optimizer_facts import optimizer_of
-        from anabranch.solve import plan
+        from anabranch.solve import plan, plan_with_rewrites
 
         batch_size = self.batch_size(local)
         cluster = self.cluster(local.num_devices)
@@ -122,24 +134,43 @@ class Job:
         begin_compiling(planner)  # not beside what is timed
         how = f" by planner {planner}" * (planner != "auto")
         announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}{how}")
-        best_plan = usage(
-            plan,
+
+        def searched(profile: Profile) -> Plan:
+            return usage(
+                plan,
+                profile,
+                replace(cluster, cores=0) if own_cores else cluster,
+                batch_size,
+                planner=planner,
+                model=self.source.model,
+                mode=mode,
+                policy=policy,
+                optimizer=optimizer_of(self.workload) if mode == "async" else None,
+                **self.search_options,
+            )
+
+        tried = plan_with_rewrites(
             profile,
-            replace(cluster, cores=0) if own_cores else cluster,
-            batch_size,
-            planner=planner,
-            model=self.source.model,
-            mode=mode,
-            policy=policy,
-            optimizer=optimizer_of(self.workload) if mode == "async" else None,
-            **self.search_options,
+            partial(self.measure, batch_size),
+            searched,
+            tries=tries_rewrites,
+            announce=announce,
         )
+        best_plan = tried.chosen()
         if best_plan.interrupted:
             raise SearchStoppedError(
                 f"interrupted while {self.source.model} was planned, so nothing runs; anabranch "
                 "plan -o FILE keeps the best plan until then, for --plan"
             )
+        assert tried.best is not None
+        rewrites, self.profile = tried.origin(tried.best)
+        self.source = replace(self.source, rewrites=rewrites or self.source.rewrites)
         return replace(best_plan, options=self.source.recorded())
+
+    def take_rewrites(self, plan: Plan) -> None:
+        """Train the model as a plan has rewritten it, which another rank may have made."""
+        if plan.rewrites != self.captured.graph.rewrites:
+            self.source = replace(self.source, rewrites=plan.rewrites)
 
     def predicted(self, plan: Plan) -> Plan:
         """The plan with the figures that it has by operators measured here; with none if it was
@@ -162,20 +193,3 @@ class Job:
             if simulated.stage_graph == plan.stage_graph:
                 predicted = simulated.predicted
         return replace(plan, predicted=predicted, machines=cluster, profile=profile.origin)
-
-    def devices_left(self) -> int:
-        """Devices for ranks, where some may have gone since the plan was made.
-
-        Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
-        """
-        assert self.plan is not None
-        if (ranks := torchrun.num_ranks()) is not None:
-            return ranks
-        planned = len(self.plan.stage_graph.devices)
-        if self.device == CPU:
-            return planned
-        from anabranch.device import accelerator
-
-        now = accelerator.count(self.device)
-        lost, self._gpus = max((self._gpus or now) - now, 0), now
-        return max(planned - lost, 1)

@@ -11,10 +11,12 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from anabranch.cli import torchrun
 from anabranch.cli.output import note
 from anabranch.cli.training.job import Job
 from anabranch.cli.training.run_results import how_after_failure
 from anabranch.cli.training.training_settings import TrainingSettings
+from anabranch.device.kinds import CPU
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
 
 if TYPE_CHECKING:
@@ -57,6 +59,24 @@ def surviving(
 
     copies = SpareCopies(devices, training.spare_copies)
     return Survival(copies, begin, replaces=training.replace)
+
+
+def devices_left(job: Job) -> int:
+    """Devices for ranks, where some may have gone since the plan was made.
+
+    Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
+    """
+    assert job.plan is not None
+    if (ranks := torchrun.num_ranks()) is not None:
+        return ranks
+    planned = len(job.plan.stage_graph.devices)
+    if job.device == CPU:
+        return planned
+    from anabranch.device import accelerator
+
+    now = accelerator.count(job.device)
+    lost, job.gpus = max((job.gpus or now) - now, 0), now
+    return max(planned - lost, 1)
 
 
 def first_step(training: TrainingSettings) -> int:

@@ -66,6 +66,7 @@ def plan_of_run(
         job.search,
         local,
         max_replicas=local.max_replicas,
+        tries_rewrites=not (is_async or again),
         mode="async" if is_async else "sync",
         policy=flush.policy or "",
         shard_optimizer=compute.shard_optimizer,
@@ -73,6 +74,7 @@ def plan_of_run(
     )
     is_file = job.plan is not None
     job.plan = job.plan or on_first(search)
+    job.take_rewrites(job.plan)
     traits = "shard_optimizer", "sparse_embeddings", "precision"
     asked = {trait: getattr(compute, trait) for trait in traits}
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})

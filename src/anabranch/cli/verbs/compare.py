@@ -16,7 +16,8 @@ from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.rewriting import required_rewrites
 from anabranch.cli.spread import spread
-from anabranch.errors import AnabranchError
+from anabranch.errors import AnabranchError, SearchStoppedError
+from anabranch.plans.baselines import BASELINES
 from anabranch.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -171,8 +172,10 @@ def _search(
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
             progress(i, len(contenders), f"planner {contender.name}; Ctrl-C ends its search")
-            plans[contender] = usage(next, results)[-1]
-            if comparison.interrupted(plans[contender]):
+            plans[contender] = plan = usage(next, results)[-1]
+            if isinstance(plan, SearchStoppedError) or (
+                isinstance(plan, Plan) and plan.interrupted
+            ):
                 ended += 1
                 if ended == 2:
                     output.note(f"{contender.name} interrupted, and the comparison with it")
@@ -216,9 +219,9 @@ def _write_page(
     plan = plans[first]
     if plan.mode == "sync":
         # The best chain is not compared with the best chain.
-        names = {"data-parallel"} if first.planner == "chain" else solve.BASELINES.keys()
-        step_s = {c.planner: plans[c].figures.step_s for c in others if c.planner in names}
-        plan = comparison.noting_baselines(plan, step_s)
+        names = {"data-parallel"} if first.planner == "chain" else BASELINES.keys()
+        beside = {c.planner: plans[c] for c in others if c.planner in names}
+        plan = comparison.noting_baselines(plan, beside)
     notes = [*best.lines(), *comparison.remarks(results, costs.origin)]
     write_text(file, page(plan, [*drawn.values()], tables=[table], notes=notes))
 

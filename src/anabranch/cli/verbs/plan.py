@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +14,7 @@ import typer
 
 from anabranch.cli import settings
 from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
-from anabranch.cli.comparison import interrupted, noting_baselines, plans_among
+from anabranch.cli.comparison import noting_baselines
 from anabranch.cli.compiling import begin_compiling
 from anabranch.cli.output import in_json, note, print_json, say_written
 from anabranch.cli.parsing import named_values, usage
@@ -112,7 +114,7 @@ def plan(
         begin_compiling(planner)
     began = time.monotonic()
     announce(f"planning for {cluster.num_devices} device{'s' * (cluster.num_devices > 1)}")
-    try:
+    with _searching(planner, start):
         tried = solve.plan_with_rewrites(
             costs,
             lambda names: costs_of(replace(source, rewrites=names, batch_size=None))[0],
@@ -120,15 +122,6 @@ def plan(
             tries=fixed is None,
             announce=announce,
         )
-    except InvalidPlanError as error:
-        if start_plan is None:
-            raise
-        raise InvalidPlanError(f"--from {start}: {error}") from None
-    except KeyboardInterrupt:
-        raise SearchStoppedError(
-            f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
-            "there is one, and with --planner sequential or data-parallel at once"
-        ) from None
     assert tried.best is not None
     costs = tried.origin(tried.best)[1]
     best = replace(tried.chosen(), options=source.recorded())
@@ -136,43 +129,51 @@ def plan(
         note_other_model(start_plan, costs.graph)
     if model.file is not None:
         save_plan(best, model.file)
-    others: dict[str, Plan | AnabranchError] = {}
-    if (
-        baselines
-        and start_plan is not None
-        and start_plan.stage_graph.batch_size == planning.batch_size
-    ):
-        with suppress(AnabranchError):  # it may not fit as it stands
-            others["from"] = solve.foreseen(start_plan, costs, cluster)[0]
-    if baselines and planner == "auto":
-        if interrupted(best):
+    search = partial(solve.baselines, profile=costs, cluster=cluster, **planning.search)
+    others = dict[str, Plan | AnabranchError]()
+    if baselines:
+        names = None if planner == "auto" else ["from"]
+        if names is None and best.interrupted:
             note(
                 "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"
             )
-        announce("planning data parallelism and chains to compare with")
+        if names is None:
+            announce("planning data parallelism and chains to compare with")
         with suppress(KeyboardInterrupt):
-            others.update(
-                solve.baselines(best, costs, cluster, optimizer=optimizer, **planning.search)
-            )
+            others |= search(best=best, names=names, optimizer=optimizer, start=start_plan)
     flushed = ""
     if best.mode == "async" and not in_json():
         sync = replace(best, mode="sync", policy="")
-        names = ("data-parallel", "sequential") if others and planner == "auto" else ()
+        names = ["data-parallel", "sequential"] if others and planner == "auto" else []
         with suppress(KeyboardInterrupt):
-            baselines_of = solve.baselines(sync, costs, cluster, names=names, **planning.search)
-            flushed = flush_text(dict(baselines_of))
+            flushed = flush_text(dict(search(best=sync, names=names)))
     planned_s = time.monotonic() - began
     why = None
     if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
             why = solve.explain(best, costs, cluster)
     if best.predicted is not None and model.file is not None:
-        seconds = {name: other.figures.step_s for name, other in plans_among(others).items()}
         limit = why.limit if why is not None else ""
-        save_plan(noting_baselines(best, seconds, limit), model.file)
+        save_plan(noting_baselines(best, others, limit), model.file)
     result = PlannedModel(
         best, costs, tried, others, why, optimizer, planned_s, flushed, planning.max_replicas
     )
     print_json(result.document() | source.facts)
     result.say()
     say_written(model.file)
+
+
+@contextmanager
+def _searching(planner: str, start: Path | None) -> Iterator[None]:
+    """Name the file of --from in its errors, and the search that Ctrl-C ended without a plan."""
+    try:
+        yield
+    except InvalidPlanError as error:
+        if start is None:
+            raise
+        raise InvalidPlanError(f"--from {start}: {error}") from None
+    except KeyboardInterrupt:
+        raise SearchStoppedError(
+            f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
+            "there is one, and with --planner sequential or data-parallel at once"
+        ) from None

@@ -146,7 +146,7 @@ def train(
 
     def attempt(asked: training_settings.TrainingSettings) -> Run:
         assert job.plan is not None
-        left = job.devices_left()
+        left = restarts.devices_left(job)
         is_again = torchrun.is_restarted() or asked is not training
         if is_again and left != len(job.plan.stage_graph.devices):
             plan_fewer(asked, left)

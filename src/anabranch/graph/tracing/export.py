@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from anabranch.data.packed import call_module, unfit_arguments
-from anabranch.errors import CaptureError, shadowed
+from anabranch.errors import CaptureError, shadowed, warn
 from anabranch.graph.module_state import layer_dropout, without_keeping
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.attributes_read import AttributesRead
@@ -147,7 +147,7 @@ def export(
                 message = f"{', '.join(sorted(places))}: {text}"
                 if places and message not in shown_warnings:
                     shown_warnings.add(message)
-                    warnings.warn(message, CaptureWarning, stacklevel=2)
+                    warn(message, CaptureWarning)
             _name_listed_parameters(exported, module)
             reads.keep_buffers(inputs[i][0].removeprefix("module.") for i in asked)
             return exported

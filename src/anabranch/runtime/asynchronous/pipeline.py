@@ -14,10 +14,10 @@ many more mini-batches as the deepest stage holds, so that it does not wait.
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Checkpoint
-from anabranch.errors import DataError, NonFiniteError
+from anabranch.errors import DataError, NonFiniteError, warn
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.requirements import (
@@ -44,7 +44,7 @@ from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.measurement.timeline import Recording
-from anabranch.runtime.messages import channels
+from anabranch.runtime.pipeline_options import PipelineOptions
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
@@ -150,6 +150,18 @@ class AsyncPipeline(BasePipeline):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
+        self.options = options = PipelineOptions(
+            captured=captured,
+            compute=compute,
+            check_memory=check_memory,
+            check_batches=check_batches,
+            shard_optimizer=False,
+            check_gradients=check_gradients,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            patience=patience,
+            device=device,
+        )
         workload = clipped_by_stage(workload, clip_stage_norm)
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, in_turns=round_robin)
@@ -159,27 +171,16 @@ class AsyncPipeline(BasePipeline):
         self.workload = workload
         session = self._hold(
             plan,
-            captured=captured,
+            replace(options, check_memory=check_memory and is_predicted),
             facts={
                 "policy": repr(self.policy),
                 "round_robin": order.round_robin,
-                "check_gradients": check_gradients,
                 "check_memory": check_memory,
-                "check_batches": check_batches,
                 "clip_stage_norm": clip_stage_norm,
             },
-            compute=compute,
-            exact=False,
-            check_gradients=check_gradients,
-            check_memory=check_memory and is_predicted,
-            check_batches=check_batches,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-            patience=patience,
-            device=device,
-            further=channels(order.graph),
+            further=order.graph,
         )
-        compute = session.assignment.compute
+        compute = session.options.compute
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
             kind = session.assignment.device.type
@@ -306,7 +307,7 @@ class AsyncPipeline(BasePipeline):
         self.metrics = totals.metrics
         if (climbs := self._divergence.note(totals.loss)) and self.rank == 0:
             text = f"{climbs}, at mini-batch {totals.number}: {self._stream.advice()}"
-            warnings.warn(text, stacklevel=4)
+            warn(text)
         return totals.loss
 
     def record(self, minibatches: int) -> None:

@@ -7,7 +7,6 @@ schedule would have in a batch without end.
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError, PolicyError
+from anabranch.errors import InvalidPlanError, PolicyError, warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import Split
 from anabranch.plans.check import require_one_stage_each, stage_bytes, tied_stages_error
@@ -241,7 +240,7 @@ def fitting(
         facts = facts_of(optimizer)
         require_optimizer(chosen, facts)
         if not quiet and (remark := optimizer_remark(chosen, facts)):
-            warnings.warn(remark, stacklevel=3)
+            warn(remark)
     return chosen
 
 

@@ -39,6 +39,7 @@ from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.updates import make_rows, row_tables
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import LateTotals
@@ -262,8 +263,8 @@ class Stream:
 
     def _error(self, number: int, leaves: Mapping[str, Tensor], outcome: Outcome) -> NonFiniteError:
         """Return the error of a bad mini-batch, the same on every rank."""
-        trace, when = self._session.trace, f"mini-batch {number}"
-        return trace.error(trace.findings(outcome), leaves, when, _CONSEQUENCE, self.advice())
+        trace, when = Trace(self._session), f"mini-batch {number}"
+        return trace.error(outcome, leaves, when, _CONSEQUENCE, self.advice())
 
     def advice(self) -> str:
         """Describe the settings of a run that diverges, with what to change."""

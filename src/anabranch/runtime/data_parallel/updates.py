@@ -45,21 +45,20 @@ class Updates:
         accumulate: batches that make one update.
         accumulated: batches since the last update.
         is_last: whether an update is due after the batch that was prepared last.
-
-    Args:
-        exact: whether gradients of tied parameters are added as one process would, after the step.
     """
 
-    def __init__(self, session: Session, *, accumulate: int, exact: bool) -> None:
+    def __init__(self, session: Session) -> None:
         self._state, self._parts, self._graph = session.state, session.parts, session.graph
-        self._holders, self._mesh, self._exact = session.holders, session.mesh, exact
+        self._holders, self._mesh = session.holders, session.mesh
+        # Gradients of tied parameters are added as one process would, after the step.
+        self._exact = session.options.exact
         self._parameters, self._updated = self._state.parameters, self._state.updated
-        folded = self._folded = self._uses() if exact else {}
+        folded = self._folded = self._uses() if self._exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
-        tables = _shared_tables(session, accumulate)
+        tables = _shared_tables(session)
         self._row_tables = row_tables(session)
         self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
-        self.accumulate, self.accumulated = accumulate, 0
+        self.accumulate, self.accumulated = session.options.accumulate, 0
         self._is_open = self.is_last = self._is_alone = self._is_guarded = False
         self._batch_sizes: list[int] = []  # since the last update
 
@@ -260,13 +259,10 @@ def make_rows(parameters: Mapping[str, nn.Parameter], tables: Collection[str]) -
             table.grad = table.grad.to_sparse(1)
 
 
-def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
+def _shared_tables(session: Session) -> dict[str, SharedTable]:
     """Return the tables whose holders exchange rows, the same on all ranks, which all call it:
     gradients are sparse, the optimizers of all holders take sparse ones, and rows of the plan's
     batch cost less than the table, or an optimizer takes nothing else.
-
-    Args:
-        accumulate: batches of an update.
     """
     graph, stages, holders = session.captured.graph, session.graph, session.holders
     options, optimizer = session.workers.options, session.state.optimizer
@@ -292,7 +288,7 @@ def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
     chosen = {}
     for name, shared in candidates.items():
         kinds = {takes[rank] for rank in holders.parameters[name]}
-        samples = shared.samples(stages.batch_size) * accumulate
+        samples = shared.samples(stages.batch_size) * session.options.accumulate
         pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))
         if TakenGradients.SPARSE in kinds or (TakenGradients.DENSE not in kinds and pays):
             chosen[name] = shared

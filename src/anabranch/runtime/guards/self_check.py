@@ -11,7 +11,6 @@ batch normalisation, whose statistics are those of a micro-batch, there is one m
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anabranch.device import accelerator
-from anabranch.errors import TrainingError
+from anabranch.errors import TrainingError, warn
 from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.module_state import on_one_device
@@ -65,9 +64,6 @@ class Tolerances:
 _TOLERANCES = Tolerances()
 _SIGNS = torch.randn(1009, generator=torch.Generator().manual_seed(0)).sign().double()
 """Signs, repeated along a gradient; their number is prime, so that no dimension has this period."""
-
-_USERS_STEP = 8
-"""Level of the stack at which the user's loop asks for the first step, from where it warns."""
 
 _ALL_THE_SAME = "--no-check-gradients (check_gradients=False) trains all the same"
 
@@ -154,7 +150,7 @@ class _EagerModule:
                     result = reference(module, some, slices, self.captured.weights)
                 if checks_repeat:
                     for note in require_repeatable(self.captured, some, result.loss):
-                        warnings.warn(note, stacklevel=_USERS_STEP)
+                        warn(note)
             gradients = in_slices(result.gradients, self.names, view_named)
             for i, name in enumerate(self.names):
                 digests[i] = _digest(gradients.get(name))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from anabranch.device import accelerator
-from anabranch.errors import naming_line
+from anabranch.errors import naming_line, warn
 from anabranch.graph.capture import Captured, capture_workload
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost
@@ -122,11 +121,10 @@ def measure_reading(workload: Workload, samples: int) -> float:
         reader.start()
         reader.join(SIZES.patience_s)
     if not seconds:
-        warnings.warn(
+        warn(
             f"the workload's data has not yielded {SIZES.batches} batches within "
             f"{SIZES.patience_s:g} s: predictions leave reading it out, and training would wait "
-            "for it",
-            stacklevel=2,
+            "for it"
         )
     return seconds[0] if seconds else 0.0
 

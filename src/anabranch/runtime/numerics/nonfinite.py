@@ -14,19 +14,16 @@ tensor between stages is kept (``Outcome.bad_values``). The first one in the ste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from anabranch.errors import NonFiniteError
-from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import BATCH
-from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
-from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.ranks.mesh import Mesh
 from anabranch.runtime.ranks.placement import fetched
+from anabranch.runtime.session import Session
 
 _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(4)
 _UNKNOWN = 2**31
@@ -66,17 +63,15 @@ def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
 class Trace:
     """Finds the first numbers that are not finite; all ranks ask it together."""
 
-    def __init__(
-        self, captured: Captured, stages: StageGraph, holders: Holders, mesh: Mesh
-    ) -> None:
-        self._captured, self._stages, self._holders = captured, stages.stages, holders
-        self._mesh = mesh
+    def __init__(self, session: Session) -> None:
+        self._captured, self._stages = session.captured, session.graph.stages
+        self._holders, self._mesh = session.holders, session.mesh
         # A backward begins with the last parameters.
-        self._names = list(captured.parameters())[::-1]
+        self._names = list(self._captured.parameters())[::-1]
 
     def error(
         self,
-        findings: Iterable[Finding],
+        outcome: Outcome,
         leaves: Mapping[str, Tensor],
         when: str,
         consequence: str,
@@ -85,18 +80,18 @@ class Trace:
         """Return the error of a batch, the same on every rank.
 
         Args:
-            findings: findings of this rank.
+            outcome: results of this rank.
             consequence: words for the state of the parameters.
             advice: advice if the batch is not to blame.
         """
-        firsts = self._mesh.gather(min(findings, default=_NOTHING))
+        firsts = self._mesh.gather(min(self._findings(outcome), default=_NOTHING))
         cause = min(Finding(*first) for first in firsts)
         text = self._describe(cause, when) + _in_batch(leaves)
         if cause.what == _LOSS and self._captured.programs.statistics:
             advice += ", or leave out batches whose labels are all ignored: no mean is of nothing"
         return NonFiniteError(f"{text}; {consequence}; {_data_advice(leaves, when) or advice}")
 
-    def findings(self, outcome: Outcome) -> list[Finding]:
+    def _findings(self, outcome: Outcome) -> list[Finding]:
         """Return the findings of this rank in a bad batch."""
         findings = [
             Finding(1, -stage, microbatch, _GRADIENT, value)

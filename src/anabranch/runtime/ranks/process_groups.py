@@ -12,7 +12,6 @@ import hashlib
 import os
 import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from anabranch.device import accelerator
 from anabranch.device.host import host
 from anabranch.device.kinds import kind_of
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, warn
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.ranks.attempts import begin_attempt
@@ -78,12 +77,11 @@ def join(timeout: float = 1800.0) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         port = int(os.environ.get("MASTER_PORT", "0"))
         if os.environ["RANK"] == "0" and listens_to_all(port):
-            warnings.warn(
+            warn(
                 f"the store of torchrun listens on port {port} of all network interfaces, though "
                 "all ranks are on this host, and whoever reaches it can disturb the run or change "
                 "what ranks read from it; close that port to others, or start local ranks without "
-                "torchrun, which listen to this host alone",
-                stacklevel=2,
+                "torchrun, which listen to this host alone"
             )
     limit = timedelta(seconds=timeout)
     with POSITION.waiting():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from anabranch.checkpoint.reading import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target, joined
 from anabranch.device import accelerator
+from anabranch.errors import warn
+from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -44,19 +45,16 @@ class Checkpointing:
     Attributes:
         run_id: a number of the run, the same on every rank.
         failing: the context in which a failure reaches the other ranks.
-        timeout: seconds until a rank that writes nothing counts as lost.
-        save_frozen: see ``Workload``.
-        accumulate: batches of an update.
+        settle: waits until it is known whether the last step was a good one.
     """
 
+    assignment: Assignment
     state: ModelState
     workers: WorkerCache
     feed: DataFeed
     run_id: int
     failing: Callable[[], AbstractContextManager[None]]
-    timeout: float
-    save_frozen: bool = True
-    accumulate: int = 1
+    settle: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._mesh, self._batch_size = self.workers.mesh, self.workers.stage_graph.batch_size
@@ -85,14 +83,14 @@ class Checkpointing:
             number = hashlib.sha256(f"{self.run_id} {self._num_saved}".encode()).hexdigest()[:16]
             target = Target(Path(folder).absolute(), number, self._mesh.size, self.progress())
             copies = None if wait else self._copies
-            without = () if self.save_frozen else self.state.constants
+            without = () if self.assignment.workload.save_frozen else self.state.constants
             part = self.state.part(further or {}, copies=copies, without=without)
             self._saving = saving = Saving(
                 target,
                 self._mesh.rank,
                 part,
                 keep=keep,
-                timeout=self.timeout,
+                timeout=self.assignment.options.timeout,
                 ready=accelerator.waiter(self.workers.device),
             )
             if wait:
@@ -116,6 +114,8 @@ class Checkpointing:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
+        if self.is_open:
+            self.settle()
         saving, self._saving = self._saving, None
         if saving is not None:
             with self.failing(), POSITION.doing(Phase.SAVE):
@@ -182,7 +182,7 @@ class Checkpointing:
             loss_streak=0 if scale is None else scale.streak,
             data=self._loader_state(),
             batch_size=self._batch_size,
-            accumulate=self.accumulate,
+            accumulate=self.assignment.options.accumulate,
         )
 
     def _loader_state(self) -> dict[str, Any] | None:
@@ -194,11 +194,10 @@ class Checkpointing:
         except (TypeError, ValueError):
             kept = None
         if kept != state:
-            warnings.warn(
+            warn(
                 "the state_dict of the loader holds more than JSON can (numbers, texts, lists, and "
                 "mappings by texts), so the checkpoint has the number of batches alone: training "
-                "that resumes reads up to it",
-                stacklevel=6,
+                "that resumes reads up to it"
             )
             return None
         return state
@@ -211,21 +210,19 @@ class Checkpointing:
             f"; {progress.position} batches of epoch {progress.epoch} are done, behind which as "
             "many of the new size are left out, so some samples come twice or not at all"
         )
-        warnings.warn(
+        warn(
             f"the checkpoint was trained with batches of {before} samples, this run has {now}"
             f"{within if progress.position else ''}; --batch-size {before}, or a plan for it, goes "
-            "on as before",
-            stacklevel=5,
+            "on as before"
         )
 
     def _warn_of_other_updates(self, progress: Progress) -> None:
-        before, now = progress.accumulate, self.accumulate
+        before, now = progress.accumulate, self.assignment.options.accumulate
         if before not in (0, now):
-            warnings.warn(
+            warn(
                 f"the checkpoint was trained with {_counted(before)} to an update, this run has "
                 f"{_counted(now)}; accumulate={before} (in a run file accumulate = {before}) goes "
-                "on as before",
-                stacklevel=5,
+                "on as before"
             )
 
 

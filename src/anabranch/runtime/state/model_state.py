@@ -6,7 +6,6 @@ On the disk everything goes by the model's own names. Each tensor is saved by on
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, re
 from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.reading import SavedState
 from anabranch.device import accelerator
-from anabranch.errors import TrainingError, some
+from anabranch.errors import TrainingError, some, warn
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_parallel.gradients import same_start, share_first
@@ -95,8 +94,8 @@ class ModelState:
         self.optimizer = self._optimizer(workload)
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
-        if assignment.compute.backend is None:  # compiled backwards give whole gradients
-            rows = assignment.compute.sparse_embeddings
+        if assignment.options.compute.backend is None:  # compiled backwards give whole gradients
+            rows = assignment.options.compute.sparse_embeddings
             require_updates(captured.graph, self.optimizer, self.updated, sparse_embeddings=rows)
 
     def _slice(self) -> None:
@@ -220,10 +219,9 @@ class ModelState:
         if rank == 0:
             names += self._captured.unused
         if names:
-            warnings.warn(
+            warn(
                 f"no gradient reaches {some(names)}: the loss does not depend on them, so they "
-                "stay as they are; set requires_grad to False if that is meant",
-                stacklevel=4,
+                "stay as they are; set requires_grad to False if that is meant"
             )
 
     def gradients(self) -> list[Tensor]:
