@@ -124,9 +124,7 @@ class CostModel:
 
     @remembered
     def weight_s(self, mask: int, samples: float) -> float:
-        """Seconds of a set's backward that can wait until the gradients of its inputs are sent; 0
-        for no samples.
-        """
+        """Seconds of a set's backward that can wait for its inputs' gradients; 0 for no samples."""
         return float(self.op_weight_s(samples)[self._waiting(mask)].sum()) if samples else 0.0
 
     @remembered
@@ -359,9 +357,7 @@ class CostModel:
 
     @remembered
     def dealt(self, mask: int, replicas: int) -> list[dict[str, int]]:
-        """Per replica, parameter -> bytes of it that the replica updates, where replicas share the
-        optimizer's state.
-        """
+        """Per replica, parameter -> bytes that it updates, where replicas share optimizer state."""
         readers, dealt = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
         held = [p for p in trained if readers.get(p.name, 0) & mask]

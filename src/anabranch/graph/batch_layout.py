@@ -100,8 +100,8 @@ class BatchLayout:
         return packing.packed(batch) if isinstance(packing, RowPacking) else plain(batch)
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the tensors of a batch by name, in the order of the example; ValueError if it is
-        built otherwise.
+        """Return the tensors of a batch by name, ordered as in the example; ValueError if it
+        differs.
         """
         leaves = _by_name(self.packed(batch))
         tensors = {n: leaf for n, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}

@@ -226,9 +226,7 @@ class CallTraits:
         )
 
     def axis(self, node: fx.Node) -> SampleAxis | None:
-        """Return the samples of a call's value, None if it has none; raise ValueError if it cannot
-        be cut by samples.
-        """
+        """Return the samples of a call's value, if any; ValueError if they cannot be cut."""
         try:
             dim = batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
         except ValueError:

@@ -221,9 +221,7 @@ def on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
 def interpolation_at(
     samples: float, measured: Sequence[int] | NDArray[np.int64]
 ) -> tuple[int, float]:
-    """Return the index of the measured count below ``samples``, and their share of the way from it
-    to the next one.
-    """
+    """Return the index of the count below ``samples``, and their share of the way to the next."""
     below = 0
     while below < len(measured) - 2 and measured[below + 1] < samples:
         below += 1

@@ -97,9 +97,7 @@ class Messages:
         return len(self.table)
 
     def repeated(self, count: int) -> Messages:
-        """Repeat messages for a number of steps; receives are posted at once in the first step
-        only.
-        """
+        """Repeat messages for several steps; receives are posted at once in the first step only."""
         table = concatenated([self.table] * count)
         later = np.repeat(np.arange(count) * len(self), len(self))
         table["opener"] += np.where(table["opener"] >= 0, later, 0)

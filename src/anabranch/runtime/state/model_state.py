@@ -111,9 +111,7 @@ class ModelState:
             self._captured.slices[name] = nn.Parameter(part, requires_grad=held.requires_grad)
 
     def _optimizer(self, workload: Workload) -> torch.optim.Optimizer | None:
-        """Make the recipe's optimizer for whole parameters, then give it the parts that this rank
-        updates.
-        """
+        """Make the recipe's optimizer for whole parameters, then give it the parts updated here."""
         wholes: dict[str, nn.Parameter] = {}
         parts: defaultdict[nn.Parameter, dict[str, nn.Parameter]] = defaultdict(dict)
         stored = self._names()
