@@ -199,7 +199,7 @@ def _rows_advice(sizes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def sizes_of(tensors: Mapping[str, torch.Tensor]) -> Sizes:
-    """Shapes of a batch's tensors without the samples."""
+    """Return the shapes of a batch's tensors without the samples."""
     return tuple(tuple(tensor.shape[1:]) for tensor in tensors.values())
 
 
@@ -209,6 +209,6 @@ def type_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Name of a tensor of a batch, such as ``image.pixels``."""
+    """Return the name of a tensor of a batch, such as ``image.pixels``."""
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     return ".".join(map(str, keys)) or "batch"

@@ -208,7 +208,7 @@ def _priced(costs: StepCosts, transfers: Transfers) -> Messages:
 
 
 def _message_bytes(costs: StepCosts, way: tuple[int, int, bool], samples: int) -> float:
-    """Bytes of a message between stages, of activations or gradients."""
+    """Return the bytes of a message between stages, of activations or gradients."""
     source, target, forward = way
     edge = (source, target) if forward else (target, source)
     return float(costs.message_bytes(*edge, samples)[not forward])

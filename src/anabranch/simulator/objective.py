@@ -257,7 +257,7 @@ def peak_bytes(costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
 
 
 def _work(graph: StageGraph) -> int:
-    """Micro-batches times devices."""
+    """Return micro-batches times devices."""
     return sum(
         graph.num_microbatches(s) * len(stage.devices) for s, stage in enumerate(graph.stages)
     )

@@ -128,7 +128,7 @@ def _prepare(job: Job, graph: StageGraph) -> None:
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:
-    """Predictions that training is compared with; None for a plan file without --replan."""
+    """Return predictions that training is compared with; None for a plan file without --replan."""
     from anabranch.solve.replanning import Replanner
     from anabranch.training import Looks
 
