@@ -35,7 +35,7 @@ from anabranch.cost.memory import (
     deal,
     device_memory,
 )
-from anabranch.cost.overheads import FREE, update_cost
+from anabranch.cost.overheads import UNCALIBRATED, update_cost
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import Profile, UpdateCost, interpolated, interpolation_at, on_grid
@@ -207,7 +207,7 @@ class CostModel:
     @property
     def calibration(self) -> Calibration:
         """Processor seconds of messages, passes and so on."""
-        return self.cluster.calibration or FREE
+        return self.cluster.calibration or UNCALIBRATED
 
     @cached_property
     def update(self) -> UpdateCost:

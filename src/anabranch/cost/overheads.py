@@ -33,7 +33,7 @@ from anabranch.cluster import Calibration, Cluster, Machine
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost
 
-FREE = Calibration(
+UNCALIBRATED = Calibration(
     Machine("any", 1, "any"),
     "1970-01-01",
     slowdown=(1.0,),
@@ -87,7 +87,7 @@ def update_cost(profile: Profile, cluster: Cluster, factor: float | None) -> Upd
     if profile.source == "estimated" and profile.device in DATA_SHEETS:
         bandwidth = DATA_SHEETS[profile.device].effective_bandwidth
     else:
-        bandwidth = (cluster.calibration or FREE).memory_bandwidth
+        bandwidth = (cluster.calibration or UNCALIBRATED).memory_bandwidth
     return UpdateCost(0.0, 0.0, (3 + 2 * state) / bandwidth, state=state)
 
 
