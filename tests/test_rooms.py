@@ -59,6 +59,14 @@ def test_every_room_has_its_place_in_the_table():
     assert sorted(listed) == sorted(present - {"__init__", "__main__"})
 
 
+def test_the_reading_order_names_files_that_are_there():
+    """A newcomer is led from file to file, so none of them may have moved."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("in reading order")[2]
+    named = re.findall(r"`([\w/]+\.py)`", text.partition("\n\n")[0])
+    assert len(named) > 10
+    assert not [name for name in named if not (SOURCE / "anabranch" / name).is_file()]
+
+
 def test_rooms_import_only_from_the_rooms_above_them():
     """An arrow against the order, a lazy one too, ties two rooms into one."""
     place = {room: i for i, row in enumerate(rows()) for room in row}

@@ -152,9 +152,7 @@ class Timeline:
 
     @property
     def exposed_sums(self) -> float:
-        """Share of device time in which a device sums gradients and does nothing else; a part of
-        the bubble.
-        """
+        """Share of device time with sums of gradients and nothing else; a part of the bubble."""
         whole = self.step_s * len(self.devices)
         if not (whole and self.sums):
             return 0.0

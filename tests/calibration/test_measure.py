@@ -5,8 +5,8 @@ import torch
 
 from anabranch.calibration import messages, pipelines, side_by_side
 from anabranch.calibration.machine import this_machine
-from anabranch.calibration.measure import calibrate, joined
-from anabranch.calibration.messages import Exchange
+from anabranch.calibration.measure import calibrate, cluster_of_hosts
+from anabranch.calibration.messages import LinkTimes
 from anabranch.cluster import BUSY
 from tests.calibration import examples
 
@@ -37,8 +37,8 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
 
 def test_hosts_are_levels():
     """Two hosts of two ranks; links between them are four times as slow as inside of one."""
-    near, far = (Exchange(t, t / 2) for t in (1.0, 4.0))
-    found = joined(examples.calibration(), "two hosts", [*"aabb"], {1: near, 2: far})
+    near, far = (LinkTimes(t, t / 2) for t in (1.0, 4.0))
+    found = cluster_of_hosts(examples.calibration(), "two hosts", [*"aabb"], {1: near, 2: far})
     assert [(x.name, x.size) for x in found.levels] == [("host", 2), ("network", 2)]
     assert [(x.latency_s, x.bandwidth) for x in found.levels] == [(1.0, 2.0), (4.0, 0.5)]
     assert found.calibration == examples.calibration()

@@ -10,7 +10,7 @@ import pytest
 
 from anabranch.compiled import Floats, compile_ahead, compiled, compiled_if_worth
 from anabranch.compiled import functions as module
-from anabranch.compiled.functions import Compiled, private_folder
+from anabranch.compiled.functions import Compiled, code_folder
 from anabranch.planner.auto.evaluator import Evaluator
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
@@ -116,23 +116,23 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(cache):
     """Neither the folder itself nor one above it, such as a shared cache; what is open for all but
     sticky, as ``/tmp``, keeps what is whose.
     """
-    assert private_folder() == cache
+    assert code_folder() == cache
     cache.chmod(0o777)
-    assert private_folder() is None
+    assert code_folder() is None
     cache.chmod(0o700)
     cache.parent.chmod(0o777)
-    assert private_folder() is None
+    assert code_folder() is None
     require_right(compiled(add_scaled))
     assert not any(cache.iterdir())
     cache.parent.chmod(0o1777)
-    assert private_folder() == cache
+    assert code_folder() == cache
 
 
 def test_a_folder_of_another_user_is_not_trusted(cache, monkeypatch):
     """Nor a link that leads to one."""
     cache.mkdir(mode=0o700, parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
-    assert private_folder() is None
+    assert code_folder() is None
 
 
 def test_a_link_in_place_of_the_folder_is_not_followed(cache, tmp_path):
@@ -140,7 +140,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(cache, tmp_path):
     cache.parent.mkdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache.symlink_to(tmp_path / "elsewhere")
-    assert private_folder() is None
+    assert code_folder() is None
 
 
 def test_a_relative_cache_is_ignored(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_relative_cache_is_ignored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert private_folder() == tmp_path / "home" / ".cache" / "anabranch" / "compiled"
+    assert code_folder() == tmp_path / "home" / ".cache" / "anabranch" / "compiled"
     assert not Path("relative").exists()
 
 
@@ -156,7 +156,7 @@ def test_without_a_folder_nothing_is_kept(monkeypatch):
     """A home that cannot be written to, or none."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    assert private_folder() is None
+    assert code_folder() is None
     require_right(compiled(add_scaled))
 
 

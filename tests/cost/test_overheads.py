@@ -6,7 +6,7 @@ import pytest
 
 from anabranch.cluster import Cluster
 from anabranch.cost.overheads import (
-    FREE,
+    UNCALIBRATED,
     agreement_s,
     all_gather_work_s,
     all_reduce_work_s,
@@ -28,7 +28,7 @@ def test_all_reduces_by_bytes_and_ranks():
     assert all_reduce_work_s(calibration(), 8, 3, buckets=2) == 2.0 + 2 * 2 * 4.0
     assert all_reduce_work_s(calibration(), 12, 3, buckets=0, shares=True) == 1.0
     assert all_reduce_work_s(calibration(), 8, 1, buckets=1) == 0.0
-    assert all_reduce_work_s(FREE, 8, 3, buckets=1) == 0.0
+    assert all_reduce_work_s(UNCALIBRATED, 8, 3, buckets=1) == 0.0
 
 
 def test_all_gathers_are_messages():

@@ -14,7 +14,7 @@ from torch import nn
 
 from anabranch import launch
 from anabranch.calibration.machine import OtherLoad, this_machine
-from anabranch.calibration.messages import Exchange, exchange
+from anabranch.calibration.messages import LinkTimes, exchange
 from anabranch.calibration.pipelines import measure_overheads
 from anabranch.calibration.side_by_side import measure_slowdown
 from anabranch.cluster import Calibration, Cluster, Level
@@ -38,7 +38,7 @@ def calibrate() -> Cluster:
         calibration = _calibration()
         cores = calibration.machine.cores
         hosts, links = launch.run(_links, 2)[0]
-        return joined(calibration, f"local:{cores}", hosts[:1] * cores, links)
+        return cluster_of_hosts(calibration, f"local:{cores}", hosts[:1] * cores, links)
 
 
 def calibrate_job() -> Cluster | None:
@@ -54,7 +54,7 @@ def calibrate_job() -> Cluster | None:
         hosts, links = _links()
         if calibration is None:
             return None
-        return joined(calibration, f"calibrated on {platform.node()}", hosts, links)
+        return cluster_of_hosts(calibration, f"calibrated on {platform.node()}", hosts, links)
 
 
 def _calibration() -> Calibration:
@@ -79,14 +79,14 @@ def _memory_bandwidth() -> float:
     return 7 / measure_update(Workload(layers, (torch.zeros(1, 1024),), optimizer=adamw)).byte_s
 
 
-def _links() -> tuple[list[str], dict[int, Exchange]]:
+def _links() -> tuple[list[str], dict[int, LinkTimes]]:
     """Return hosts by rank, and exchanges with the first rank by peer; call it on all ranks."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size))
     hosts, transport = mesh.gather(host()), mesh.transport()
     near = [rank for rank in range(1, size) if hosts[rank] == hosts[0]]
     far = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
-    links: dict[int, Exchange] = {}
+    links: dict[int, LinkTimes] = {}
     for peer in (*near[:_PEERS], *far[:_PEERS]):
         mesh.barrier()
         if transport is not None and mesh.rank in (0, peer):
@@ -99,8 +99,8 @@ def _links() -> tuple[list[str], dict[int, Exchange]]:
     return hosts, links
 
 
-def joined(
-    calibration: Calibration, name: str, hosts: Sequence[str], links: dict[int, Exchange]
+def cluster_of_hosts(
+    calibration: Calibration, name: str, hosts: Sequence[str], links: dict[int, LinkTimes]
 ) -> Cluster:
     """Return the cluster of some ranks, with the median link inside a host and between hosts.
 
@@ -120,7 +120,7 @@ def joined(
     )
 
 
-def _level(name: str, size: int, exchanges: Sequence[Exchange]) -> Level:
+def _level(name: str, size: int, exchanges: Sequence[LinkTimes]) -> Level:
     byte_s = statistics.median(exchange.byte_s for exchange in exchanges)
     latency_s = statistics.median(exchange.latency_s for exchange in exchanges)
     return Level(name, size, 1 / max(byte_s, 1e-15), latency_s)

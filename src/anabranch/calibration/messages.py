@@ -25,14 +25,14 @@ _ROUNDS = 32
 _CPU = torch.device("cpu")
 
 
-class Exchange(NamedTuple):
+class LinkTimes(NamedTuple):
     """Seconds of messages on a link: latency, and per byte."""
 
     latency_s: float
     byte_s: float
 
 
-def exchange(transport: Transport, peer: int, *, first: bool, tag: int) -> Exchange:
+def exchange(transport: Transport, peer: int, *, first: bool, tag: int) -> LinkTimes:
     """Measure messages to another rank and back; call it on both ranks, on one as ``first``."""
     return _line(*(_back_and_forth(transport, peer, size, first, tag) for size in SIZES))
 
@@ -56,8 +56,8 @@ def _back_and_forth(transport: Transport, peer: int, nbytes: int, first: bool, t
     return max(0.0, statistics.median(rounds) / 2 - statistics.median(used))
 
 
-def _line(small_s: float, large_s: float) -> Exchange:
+def _line(small_s: float, large_s: float) -> LinkTimes:
     """Return latency and seconds per byte, from the seconds of both sizes."""
     small, large = SIZES
     slope = max(0.0, large_s - small_s) / (large - small)
-    return Exchange(max(0.0, small_s - slope * small), slope)
+    return LinkTimes(max(0.0, small_s - slope * small), slope)

@@ -42,7 +42,7 @@ from anabranch.checkpoint.reading import Checkpoint, load_state_dict
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import RankPart, Target
 from anabranch.errors import FileFormatError
-from anabranch.files.jsonfile import FilePath, explain
+from anabranch.files.jsonfile import FilePath, describe_mistake
 
 _STATE = re.compile(r"^(?:app\.)?(?:optimizer|optim)\.state\.(.+)$")
 _GROUPS = re.compile(r"^(?:app\.)?(?:optimizer|optim)\.param_groups\.(.+)$")
@@ -133,7 +133,7 @@ def from_distributed(
         target = Target(Path(output), secrets.token_hex(8), 1, Progress.model_validate(progress))
         description = Description.model_validate({**rest, "aliases": aliases})
     except ValidationError as error:
-        raise FileFormatError(f"{folder}: {explain(error)}") from error
+        raise FileFormatError(f"{folder}: {describe_mistake(error)}") from error
     saving = Saving(target, 0, RankPart(tensors, **dict(description)), keep=None, timeout=60.0)
     saving.confirm()
     saving.wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch.checkpoint.manifest import OptimizerState, Option, Scalar
 from anabranch.checkpoint.reading import SavedState
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.files.jsonfile import explain, shown
+from anabranch.files.jsonfile import describe_mistake, shown
 from anabranch.graph.slices import whole_name
 
 
@@ -53,7 +53,7 @@ def optimizer_part(
     try:
         return tensors, OptimizerState.model_validate(document)
     except ValidationError as error:
-        raise TrainingError(f"the optimizer cannot be saved: {explain(error)}") from error
+        raise TrainingError(f"the optimizer cannot be saved: {describe_mistake(error)}") from error
 
 
 _NO_OPTIONS = ("params", "param_names")

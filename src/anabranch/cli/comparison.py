@@ -62,7 +62,7 @@ def side_by_side(
 
 
 def names_planner(results: Results) -> bool:
-    """True unless contenders differ by policy alone."""
+    """Return True unless contenders differ by policy alone."""
     return not _is_async(results) or len({contender.planner for contender in results}) > 1
 
 
@@ -199,7 +199,7 @@ STALENESS_WORDS = (
 def staleness_table(
     policy: str, stages: Sequence[Staleness]
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Ages of weights stage by stage: title, headings and rows.
+    """Return the ages of weights stage by stage: title, headings and rows.
 
     ``-3 +3`` is the version of three updates ago, extrapolated by three.
     """
@@ -212,7 +212,7 @@ def staleness_table(
 
 
 def reads(stage: Staleness) -> tuple[str, str]:
-    """The versions that the forward and the backward of a stage read."""
+    """Return the versions that the forward and the backward of a stage read."""
     return (
         _version(stage.forward_delay, stage.forward_ahead),
         _version(stage.backward_delay, stage.backward_ahead),

@@ -113,7 +113,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _columns(otherwise: int = 80) -> int:
-    """Characters of a line: those of ``COLUMNS``, the terminal's, or ``otherwise``."""
+    """Return the characters of a line: those of ``COLUMNS``, the terminal's, or ``otherwise``."""
     from shutil import get_terminal_size
 
     return get_terminal_size((otherwise, 24)).columns

@@ -177,11 +177,11 @@ class PlannedModelSettings(OtherModelSettings):
     optimizer: OptimizerName | None = None
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
-        """The cluster that the user names, or the plan's."""
+        """Return the cluster that the user names, or the plan's."""
         return cluster_of(plan, file, self.cluster, calibrated=not self.no_calibration)
 
     def device_of(self, plan: "Plan", cluster: "Cluster") -> str:
-        """The device whose times count."""
+        """Return the device whose times count."""
         return self.device or plan.device or cluster.device
 
 

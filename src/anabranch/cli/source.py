@@ -63,7 +63,7 @@ class ModelSource:
         return is_file and not self.model.endswith(".py")
 
     def is_timed(self, device: str) -> bool:
-        """True if operators are timed on this machine for the profile of a device."""
+        """Return True if operators are timed on this machine for the profile of a device."""
         return not self.is_file and is_measured(device)
 
     @staticmethod
@@ -91,15 +91,15 @@ class ModelSource:
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
-        """Preset and options as a plan keeps them; no preset for a profile file, nor for the user's
-        own function unless one is asked for.
+        """Return preset and options as a plan keeps them; no preset for a profile file, nor for the
+        user's own function unless one is asked for.
         """
         is_own = ":" in self.model and self.preset == ModelSource.preset
         preset = () if self.is_file or is_own else (("preset", self.preset),)
         return (*preset, *self.options.items())
 
     def capture(self, workload: Workload) -> Captured:
-        """The workload's module as a graph of operators."""
+        """Return the workload's module as a graph of operators."""
         from anabranch.graph.capture import capture_to_plan
 
         with self._capturing():

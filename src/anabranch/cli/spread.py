@@ -104,7 +104,7 @@ def options_set(settings: Any) -> dict[str, Any]:
 
 
 def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
-    """The fields of settings, each with its annotation and help."""
+    """Return the fields of settings, each with its annotation and help."""
     hints = get_type_hints(kind, include_extras=True)
     helps: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -128,7 +128,7 @@ _NO_HELP = "Help texts are left out by python -OO; python -O has them."
 
 @cache  # most settings are of several verbs
 def _documented(target: Any, section: str) -> tuple[str, dict[str, str]]:
-    """The docstring before a section, and the entries of the section by their names."""
+    """Return the docstring before a section, and the entries of the section by their names."""
     about, _, rest = (inspect.getdoc(target) or _NO_HELP).partition(f"\n\n{section}:\n")
     entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", rest.partition("\n\n")[0], re.MULTILINE)
     return about, {name: " ".join(text.split()) for name, text in entries}

@@ -16,18 +16,18 @@ def is_rank() -> bool:
 
 
 def is_first() -> bool:
-    """True for the first rank, and without torchrun."""
+    """Return True for the first rank, and without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def num_ranks() -> int | None:
-    """Ranks that torchrun has started, on all hosts; None without it."""
+    """Return the ranks that torchrun has started, on all hosts; None without it."""
     size = os.environ.get("WORLD_SIZE")
     return None if size is None else int(size)
 
 
 def is_restarted() -> bool:
-    """True if torchrun has started the ranks again."""
+    """Return True if torchrun has started the ranks again."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from anabranch.runtime.ranks.process_groups import join
 

@@ -133,7 +133,7 @@ class Compiled(Generic[_Arguments, _Result]):
     @cached_property
     def folder(self) -> Path | None:
         """Folder of the machine code, named by a digest of the function and all that it calls."""
-        parent, digest = private_folder(), sha256(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
+        parent, digest = code_folder(), sha256(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
         for words in _contents(self.py_func):
             digest.update(repr(words).encode())
         return parent and parent / f"{self.py_func.__name__}-{digest.hexdigest()[:16]}"
@@ -239,10 +239,8 @@ def _linked(function: FunctionType, known: dict[FunctionType, Any]) -> FunctionT
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
-def private_folder() -> Path | None:
-    """Return the folder for machine code in the user's cache; None if another user could write to
-    it, or nobody can.
-    """
+def code_folder() -> Path | None:
+    """Return the folder of machine code in the user's cache; None if it is not safe or writable."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "")
     try:
         # The specification of XDG has relative paths ignored.

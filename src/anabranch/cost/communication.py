@@ -30,7 +30,7 @@ def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:
 def all_reduce_price(
     bandwidth: float, latency_s: float, ranks: int, updates: int = 1
 ) -> tuple[float, float]:
-    """Seconds per byte and of latency of all-reduces of one message, for ``transfer_s``.
+    """Return the seconds per byte and of latency of all-reduces of one message, for ``transfer_s``.
 
     Each rank sends as many bytes as in a ring, in as many steps as two binary trees take (Sanders,
     Speck and Traff, *Two-tree algorithms for full bandwidth broadcast, reduction and scan*, 2009),

@@ -41,7 +41,7 @@ class Traffic:
         return not isinstance(self.fixed, np.ndarray) or bool(self.fixed.any())
 
     def __getitem__(self, places: Any) -> Traffic:
-        """Traffic of some stages."""
+        """Return traffic of some stages."""
         return Traffic(self.per_sample[places], self.fixed[places])
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -73,7 +73,7 @@ class Border:
         return self.leaving + self.leaving_gradients
 
     def __getitem__(self, places: Any) -> Border:
-        """Borders of some stages."""
+        """Return borders of some stages."""
         return Border(*(getattr(self, kind.name)[places] for kind in fields(self)))
 
 
@@ -119,7 +119,7 @@ class ParameterBytes(NamedTuple, Generic[Bytes]):
         return gradient
 
     def of(self, places: Any) -> ParameterBytes[Any]:
-        """Bytes of some operators or sets."""
+        """Return the bytes of some operators or sets."""
         return ParameterBytes(*(nbytes[places] for nbytes in self))  # type: ignore[index]
 
 
@@ -144,7 +144,7 @@ class StageFootprint:
     kept_fixed: Number = 0.0
 
     def __getitem__(self, places: Any) -> StageFootprint:
-        """Footprints of some stages."""
+        """Return footprints of some stages."""
         held, *others = (getattr(self, kind.name) for kind in fields(self))
         return StageFootprint(held.of(places), *(part[places] for part in others))
 

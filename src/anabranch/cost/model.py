@@ -35,7 +35,7 @@ from anabranch.cost.memory import (
     deal,
     device_memory,
 )
-from anabranch.cost.overheads import FREE, update_cost
+from anabranch.cost.overheads import UNCALIBRATED, update_cost
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import Profile, UpdateCost, interpolated, interpolation_at, on_grid
@@ -89,7 +89,7 @@ class CostModel:
 
     @remembered
     def op_weight_s(self, samples: float) -> Floats:
-        """Seconds of every operator's backward that gradients of its weights take.
+        """Return the seconds of every operator's backward that gradients of its weights take.
 
         Raises:
             ProfileError: outside the measured range.
@@ -113,8 +113,8 @@ class CostModel:
 
     @remembered
     def stage_s(self, mask: int, samples: float, *, recompute: bool = False) -> tuple[float, float]:
-        """Forward and backward seconds of a set of operators for ``samples`` on one device, the
-        forward once more in the backward with recomputation; 0 for no samples.
+        """Return forward and backward seconds of a set of operators for ``samples`` on one device,
+        the forward once more in the backward with recomputation; 0 for no samples.
         """
         if not samples:
             return 0.0, 0.0
@@ -124,9 +124,7 @@ class CostModel:
 
     @remembered
     def weight_s(self, mask: int, samples: float) -> float:
-        """Seconds of a set's backward that can wait until the gradients of its inputs are sent; 0
-        for no samples.
-        """
+        """Seconds of a set's backward that can wait for its inputs' gradients; 0 for no samples."""
         return float(self.op_weight_s(samples)[self._waiting(mask)].sum()) if samples else 0.0
 
     @remembered
@@ -141,8 +139,8 @@ class CostModel:
         return StagePasses.of(*own, -held, np.zeros(len(ops))), float(held.sum())
 
     def _waiting(self, mask: int) -> list[int]:
-        """Operators of a set whose gradients of weights can wait: operators on the way back to its
-        inputs, whose parameters no other operator of the set reads.
+        """Return the operators of a set whose gradients of weights can wait: operators on the way
+        back to its inputs, whose parameters no other operator of the set reads.
         """
         waiting = self.graph.way_back(mask)
         for readers, _ in self.tied:
@@ -209,7 +207,7 @@ class CostModel:
     @property
     def calibration(self) -> Calibration:
         """Processor seconds of messages, passes and so on."""
-        return self.cluster.calibration or FREE
+        return self.cluster.calibration or UNCALIBRATED
 
     @cached_property
     def update(self) -> UpdateCost:
@@ -264,7 +262,7 @@ class CostModel:
         return own
 
     def stage_parameter_bytes(self, ops: Iterable[int]) -> ParameterBytes[float]:
-        """Bytes of the parameters that a set of operators reads, each counted once."""
+        """Return the bytes of the parameters that a set of operators reads, each counted once."""
         chosen = list(set(ops))
         held = [float(kind[chosen].sum()) for kind in self.own_parameter_bytes]
         mask = sum(1 << op for op in chosen)
@@ -350,8 +348,8 @@ class CostModel:
         return device_memory(stage, optimizer, recompute, replicas, others, versions)
 
     def updated_bytes(self, mask: int, replicas: int) -> tuple[float, ...]:
-        """Bytes of a stage's trainable parameters that each replica updates; parameters that it
-        shares with other stages count as its own.
+        """Return the bytes of a stage's trainable parameters that each replica updates; parameters
+        that it shares with other stages count as its own.
         """
         if replicas == 1 or not self.shard_optimizer:
             return (self.footprint(mask).held.trainable,) * replicas
@@ -359,9 +357,7 @@ class CostModel:
 
     @remembered
     def dealt(self, mask: int, replicas: int) -> list[dict[str, int]]:
-        """Per replica, parameter -> bytes of it that the replica updates, where replicas share the
-        optimizer's state.
-        """
+        """Per replica, parameter -> bytes that it updates, where replicas share optimizer state."""
         readers, dealt = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
         held = [p for p in trained if readers.get(p.name, 0) & mask]
@@ -380,7 +376,7 @@ class CostModel:
         recompute: bool = False,
         versions: int = 1,
     ) -> float:
-        """Peak bytes on the fullest device of a stage, as ``cost.memory`` states them.
+        """Return the peak bytes on the fullest device of a stage, as ``cost.memory`` states them.
 
         Args:
             microbatch_size: samples of one micro-batch, over all replicas.

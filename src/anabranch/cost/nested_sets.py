@@ -54,7 +54,7 @@ class Pairs:
         return len(self.lower)
 
     def __getitem__(self, keep: NDArray[Any] | slice) -> Pairs:
-        """Pairs at a mask, ascending indices or a slice."""
+        """Return pairs at a mask, ascending indices or a slice."""
         return Pairs(self.lower[keep], self.upper[keep])
 
     def difference(self, per_set: NDArray[Any]) -> NDArray[Any]:
@@ -97,7 +97,7 @@ class NestedSets:
 
     @remembered
     def seconds(self, samples: float) -> tuple[Floats, Floats]:
-        """Forward and backward seconds of every set."""
+        """Return forward and backward seconds of every set."""
         forward, backward = self.cost.op_seconds(samples)
         return self.sums(forward), self.sums(backward)
 
@@ -176,7 +176,7 @@ class NestedSets:
         return self.between(pairs)[place]
 
     def passes(self, pairs: Pairs, samples: float) -> Floats:
-        """Bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
+        """Return the bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
         cost = self.cost
         own = cost.largest_gradients + cost.working_bytes * samples
         kept = cost.kept_bytes * samples + cost.kept_fixed_bytes
@@ -239,7 +239,7 @@ class NestedSets:
         return self._to_come([tuple(bits(users)) for users, _ in self.cost.tied])
 
     def border(self, pairs: Pairs) -> Border:
-        """Bytes that cross the borders of the stages between some pairs of sets."""
+        """Return the bytes that cross the borders of the stages between some pairs of sets."""
         made, left, nbytes = self._values
         enter, leave = np.empty((_KINDS, len(pairs))), np.empty((_KINDS, len(pairs)))
         for lower, start, stop in _runs(pairs.lower):
@@ -305,7 +305,7 @@ class NestedSets:
         return made, self._to_come([value.consumers for value in values]), nbytes
 
     def _to_come(self, readers: Sequence[Sequence[int]]) -> NDArray[np.int16]:
-        """Number of readers in each group that are outside each set: [set, group]."""
+        """Return the number of readers in each group that are outside each set: [set, group]."""
         counts = np.array([len(ops) for ops in readers], dtype=np.int16)
         flat = [op for ops in readers for op in ops]
         starts = np.cumsum(counts, dtype=np.intp) - counts
@@ -331,12 +331,12 @@ class _PairPasses:
         return self.sets.passes(self.pairs, samples)
 
     def __getitem__(self, places: Any) -> _PairPasses:
-        """Passes of some of the pairs."""
+        """Return passes of some of the pairs."""
         return _PairPasses(self.sets, self.pairs[places])
 
 
 def run_starts(ascending: Ints) -> NDArray[np.int64]:
-    """Starts of the runs of equal entries in an ascending array."""
+    """Return the starts of the runs of equal entries in an ascending array."""
     changes = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
     return np.concatenate([[0] if len(ascending) else [], changes]).astype(np.int64)
 

@@ -33,7 +33,7 @@ from anabranch.cluster import Calibration, Cluster, Machine
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import ADAM_STATE, Profile, UpdateCost
 
-FREE = Calibration(
+UNCALIBRATED = Calibration(
     Machine("any", 1, "any"),
     "1970-01-01",
     slowdown=(1.0,),
@@ -49,7 +49,7 @@ FREE = Calibration(
 def all_reduce_work_s(
     calibration: Calibration, nbytes: float, ranks: int, *, buckets: int, shares: bool = False
 ) -> float:
-    """Processor seconds of a rank for the all-reduce of gradients.
+    """Return processor seconds of a rank for the all-reduce of gradients.
 
     Args:
         shares: whether ranks share the optimizer's state; then one rank adds up each gradient.
@@ -60,15 +60,15 @@ def all_reduce_work_s(
 
 
 def all_gather_work_s(calibration: Calibration, ranks: int, *, buckets: int) -> float:
-    """Processor seconds of a rank that sends its updated parameters to all others and receives
-    theirs: one message per bucket each way.
+    """Return processor seconds of a rank that sends its updated parameters to all others and
+    receives theirs: one message per bucket each way.
     """
     return 2 * (ranks - 1) * buckets * calibration.message_s
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
-    """Processor seconds of a rank that sends its totals to all others, and the latency behind that;
-    receiving theirs takes as many seconds again. 0 for a single rank.
+    """Return processor seconds of a rank that sends its totals to all others, and the latency
+    behind that; receiving theirs takes as many seconds again. 0 for a single rank.
     """
     if cluster.calibration is None or ranks < 2:
         return 0.0, 0.0
@@ -77,9 +77,9 @@ def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
 
 
 def update_cost(profile: Profile, cluster: Cluster, factor: float | None) -> UpdateCost:
-    """Price of updates on a device: as measured, or else by the memory bandwidth of the device's
-    data sheet or of the cluster's calibration; 0 where neither is known. A ``factor`` replaces the
-    bytes of the optimizer's state.
+    """Return the price of updates on a device: as measured, or else by the memory bandwidth of the
+    device's data sheet or of the cluster's calibration; 0 where neither is known. A ``factor``
+    replaces the bytes of the optimizer's state.
     """
     if profile.update is not None:
         return profile.update if factor is None else replace(profile.update, state=factor)
@@ -87,13 +87,13 @@ def update_cost(profile: Profile, cluster: Cluster, factor: float | None) -> Upd
     if profile.source == "estimated" and profile.device in DATA_SHEETS:
         bandwidth = DATA_SHEETS[profile.device].effective_bandwidth
     else:
-        bandwidth = (cluster.calibration or FREE).memory_bandwidth
+        bandwidth = (cluster.calibration or UNCALIBRATED).memory_bandwidth
     return UpdateCost(0.0, 0.0, (3 + 2 * state) / bandwidth, state=state)
 
 
 def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> float:
-    """Factor by which ``jobs`` jobs at once take longer than one. Beyond the measured counts it
-    grows in proportion to the jobs.
+    """Return the factor by which ``jobs`` jobs at once take longer than one. Beyond the measured
+    counts it grows in proportion to the jobs.
     """
     if jobs <= len(slowdown):
         return float(slowdown[jobs - 1])

@@ -99,7 +99,7 @@ class Emulation:
         return {self.ranks(work) for work in self.sums}
 
     def ranks(self, work: Sum) -> tuple[int, ...]:
-        """Ranks of an all-reduce, ascending."""
+        """Return the ranks of an all-reduce, ascending."""
         rank_of = self.plan.stage_graph.rank_of
         return tuple(sorted(rank_of[device] for device in work.devices))
 

@@ -173,7 +173,7 @@ class _WithRuntime(ModelCosts):
     runtime_s: float = 0.0
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """Forward and backward seconds; 0 for no samples."""
+        """Return forward and backward seconds; 0 for no samples."""
         forward, backward = super().compute_s(stage, samples)
         besides_s = self.runtime_s if samples else 0.0
         return forward + besides_s, backward + besides_s

@@ -141,7 +141,7 @@ def validate(document: Any, model: type[_Model], where: str, writer: str = "anab
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise FileFormatError(f"{where}: {explain(error, writer)}") from None
+        raise FileFormatError(f"{where}: {describe_mistake(error, writer)}") from None
 
 
 def write_document(path: FilePath, document: Mapping[str, Any]) -> None:
@@ -188,7 +188,7 @@ def render(value: Any, indent: int = 0) -> str:
     return f"{begin}\n{lines}\n{' ' * indent}{end}"
 
 
-def explain(error: ValidationError, writer: str = "anabranch") -> str:
+def describe_mistake(error: ValidationError, writer: str = "anabranch") -> str:
     """Describe the first mistake in a document: key path, value, and the expected value."""
     problems = error.errors(include_url=False)
     # A misspelt key is an unknown one and a missing one; the unknown one says more.
@@ -357,8 +357,8 @@ NameOrNone = Annotated[
 ]
 """A name, or the empty text."""
 Size = Annotated[int, Field(ge=0, le=LIMITS.size)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Samples = Annotated[int, Field(ge=1, le=2**40)]
+Seconds = Annotated[float, Field(ge=0, le=LIMITS.seconds)]
+Samples = Annotated[int, Field(ge=1, le=LIMITS.samples)]
 Index = Annotated[int, Field(ge=0, lt=LIMITS.devices)]
 
 
@@ -368,7 +368,7 @@ def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> No
         model.model_validate(document)
     except ValidationError as error:
         raise FileFormatError(
-            f"{os.fspath(path)} would not be readable: {explain(error)}"
+            f"{os.fspath(path)} would not be readable: {describe_mistake(error)}"
         ) from None
     write_document(path, document)
 

@@ -62,7 +62,7 @@ def read_profile(path: FilePath, samples: int | None = None) -> Profile:
 
     Raises:
         FileFormatError: for anything but such a profile, naming file, line and value.
-        ValueError: if ``samples`` is not between 1 and 2**40.
+        ValueError: if ``samples`` is not between 1 and ``LIMITS.samples``.
     """
     if samples is not None and not 1 <= samples <= LIMITS.samples:
         raise ValueError(f"samples is {samples}; a mini-batch has between 1 and {LIMITS.samples}")

@@ -119,7 +119,7 @@ class _StageEntry(Strict):
     devices: Annotated[list[Index], Field(min_length=1)]
     microbatch_size: Samples
     k: Samples = 1
-    in_flight: Annotated[int, Field(ge=0, le=2**40)] | None = None
+    in_flight: Annotated[int, Field(ge=0, le=LIMITS.samples)] | None = None
     recompute: bool = False
     load: Annotated[float, Field(ge=0)] = 1.0
     backward_factor: Annotated[float, Field(ge=0)] = 2.0

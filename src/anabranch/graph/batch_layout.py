@@ -100,8 +100,8 @@ class BatchLayout:
         return packing.packed(batch) if isinstance(packing, RowPacking) else plain(batch)
 
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the tensors of a batch by name, in the order of the example; ValueError if it is
-        built otherwise.
+        """Return the tensors of a batch by name, ordered as in the example; ValueError if it
+        differs.
         """
         leaves = _by_name(self.packed(batch))
         tensors = {n: leaf for n, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -199,7 +199,7 @@ def _rows_advice(sizes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def sizes_of(tensors: Mapping[str, torch.Tensor]) -> Sizes:
-    """Shapes of a batch's tensors without the samples."""
+    """Return the shapes of a batch's tensors without the samples."""
     return tuple(tuple(tensor.shape[1:]) for tensor in tensors.values())
 
 
@@ -209,6 +209,6 @@ def type_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Name of a tensor of a batch, such as ``image.pixels``."""
+    """Return the name of a tensor of a batch, such as ``image.pixels``."""
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     return ".".join(map(str, keys)) or "batch"

@@ -31,7 +31,7 @@ class SampleAxis:
     trouble: str = ""
 
     def is_folded(self, shape: Sequence[int], samples: int) -> bool:
-        """True if the samples share their dimension of a shape with something else."""
+        """Return True if the samples share their dimension of a shape with something else."""
         return shape[self.dim] != samples
 
     def parts(self, shape: Sequence[int], samples: int) -> list[int]:
@@ -40,8 +40,8 @@ class SampleAxis:
 
 
 def base_name(node: fx.Node) -> str:
-    """Operation without overload, such as ``linear``; with its library if that is another's, as
-    ``mine::linear`` may do anything.
+    """Return the operation without overload, such as ``linear``; with its library if that is
+    another's, as ``mine::linear`` may do anything.
     """
     library, _, name = flat_program.schema_name(node).rpartition("::")
     name = name.rpartition(".")[2]
@@ -71,13 +71,13 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def is_integer(node: fx.Node) -> bool:
-    """True for a tensor of whole numbers."""
+    """Return True for a tensor of whole numbers."""
     value = tensor(node)
     return value is not None and not (value.dtype.is_floating_point or value.dtype is torch.bool)
 
 
 def node_arguments(node: fx.Node) -> list[fx.Node]:
-    """Arguments that are nodes, in order, a node as often as it occurs."""
+    """Return the arguments that are nodes, in order, a node as often as it occurs."""
     nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), nodes.append)
     return nodes
@@ -120,7 +120,7 @@ def with_tensor(call: fx.Node, argument: str) -> Any:
 
 
 def is_size(node: fx.Node, argument: str) -> bool:
-    """True for an argument that has whole numbers alone: sizes, dimensions, indices."""
+    """Return True for an argument that has whole numbers alone: sizes, dimensions, indices."""
     schema = getattr(node.target, "_schema", None)
     declared = schema.arguments if schema is not None else ()
     return all("int" in str(a.real_type) for a in declared if a.name == argument)
@@ -144,7 +144,7 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
 
 
 def has_classes(node: fx.Node) -> bool:
-    """True if the targets of a loss are indices of classes."""
+    """Return True if the targets of a loss are indices of classes."""
     target = node.args[1]
     value = tensor(target) if isinstance(target, fx.Node) else None
     return value is not None and not value.is_floating_point()
@@ -226,9 +226,7 @@ class CallTraits:
         )
 
     def axis(self, node: fx.Node) -> SampleAxis | None:
-        """Return the samples of a call's value, None if it has none; raise ValueError if it cannot
-        be cut by samples.
-        """
+        """Return the samples of a call's value, if any; ValueError if they cannot be cut."""
         try:
             dim = batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
         except ValueError:
@@ -239,7 +237,7 @@ class CallTraits:
         return None if dim is None else SampleAxis(dim)
 
     def sendable(self, node: fx.Node) -> bool:
-        """True if this value can be sent to another device for a slice of the samples."""
+        """Return True if this value can be sent to another device for a slice of the samples."""
         value = tensor(node)
         if value is None or value.layout is not torch.strided:
             return False
@@ -279,6 +277,6 @@ class CallTraits:
         return 0 if name in CHEAP and name not in NOT_A_REMAINDER else 1
 
     def transforms(self, node: fx.Node) -> bool:
-        """True for a product, a convolution or an embedding with parameters."""
+        """Return True for a product, a convolution or an embedding with parameters."""
         own = (self.on_parameters[n] and not self.on_batch[n] for n in node.all_input_nodes)
         return self.weight(node) == 2 and any(own)

@@ -152,7 +152,7 @@ def frame(node: fx.Node) -> str:
 
 
 def schema_name(node: fx.Node) -> str:
-    """Name of the called operation, such as ``aten::linear``."""
+    """Return the name of the called operation, such as ``aten::linear``."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return str(schema.name)
@@ -160,18 +160,18 @@ def schema_name(node: fx.Node) -> str:
 
 
 def is_random(target: Any) -> bool:
-    """True for an operation that draws random numbers."""
+    """Return True for an operation that draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def trains_norm(node: fx.Node) -> bool:
-    """True if a batch normalisation takes the statistics of its input."""
+    """Return True if a batch normalisation takes the statistics of its input."""
     return len(node.args) > 5 and bool(node.args[5])
 
 
 def is_bounding(node: fx.Node) -> bool:
-    """True for a call that bounds what it writes to, with the same result however often it is
-    called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``) before
+    """Return True for a call that bounds what it writes to, with the same result however often it
+    is called: rows of a table by their norm (``max_norm``), entries by numbers (``clamp_``) before
     anything else reads them.
     """
     if schema_name(node) != "aten::clamp_" or any(isinstance(b, fx.Node) for b in node.args[1:]):
@@ -226,7 +226,7 @@ def copy_origin(source: fx.Node, node: fx.Node) -> None:
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
-    """Tensors in a node's value."""
+    """Return the tensors in a node's value."""
     return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
 
 
@@ -290,5 +290,5 @@ def gradient_strides(
 
 
 def requires_grad(node: fx.Node) -> bool:
-    """True if eager execution tracks gradients of the node's value, or of a part of it."""
+    """Return True if eager execution tracks gradients of the node's value, or of a part of it."""
     return any(value.requires_grad for value in tensors(node))

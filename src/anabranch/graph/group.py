@@ -119,7 +119,7 @@ class CallGroups:
             self.above[g] = mask
 
     def needs(self, group: int, other: int) -> bool:
-        """True if the first group depends on the second."""
+        """Return True if the first group depends on the second."""
         return bool(self.above[group] & self.alias[other])
 
     def neighbours(self, v: int) -> list[int]:
@@ -135,7 +135,7 @@ class CallGroups:
         return [*after, *before] if shared else [*before, *after]
 
     def _spreads(self, v: int) -> bool:
-        """True if a group hands on more values than it reads of other groups."""
+        """Return True if a group hands on more values than it reads of other groups."""
         calls, position = self.traits.calls, self.traits.position
         inside = set(self.members[v])
         read, handed = set[int](), 0
@@ -167,7 +167,7 @@ def components(groups: CallGroups, chosen: set[int]) -> list[list[int]]:
 
 
 def convex(groups: CallGroups, component: Iterable[int]) -> bool:
-    """True if no path leaves the groups and comes back."""
+    """Return True if no path leaves the groups and comes back."""
     inside = sum(1 << g for g in component)
     above = 0
     for g in component:

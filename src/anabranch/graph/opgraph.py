@@ -98,7 +98,7 @@ class Value:
     name: str = ""
 
     def size(self, samples: float) -> float:
-        """Bytes of the value for that many samples."""
+        """Return the bytes of the value for that many samples."""
         return self.nbytes * samples if self.batched else self.nbytes
 
 
@@ -242,11 +242,11 @@ class OpGraph:
         return reduce(or_, (1 << self.index[name] for name in names), 0)
 
     def names(self, mask: int) -> tuple[str, ...]:
-        """Names of the operators in a bit mask, in topological order."""
+        """Return the names of the operators in a bit mask, in topological order."""
         return tuple(self.ops[i].name for i in bits(mask))
 
     def is_convex(self, mask: int) -> bool:
-        """True if no path leaves the set and comes back."""
+        """Return True if no path leaves the set and comes back."""
         below = above = 0
         for i in bits(mask):
             below |= self.descendants[i]

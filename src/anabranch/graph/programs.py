@@ -61,7 +61,7 @@ def _values(call: fx.Node) -> Iterator[Any]:
 
 
 def _jumps(a: Any, b: Any, value: Any) -> bool:
-    """True unless a number is always the same, or another for twice the samples."""
+    """Return True unless a number is always the same, or another for twice the samples."""
     are_numbers = all(type(number) in (int, float) for number in (a, b, value))
     is_any = any(isinstance(number, fx.Node | torch.device) for number in (a, b, value))
     return not is_any and (a == b or not are_numbers) and not a == b == value
@@ -249,8 +249,8 @@ class Programs:
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
     ) -> bool:
-        """True if the statistics that the loss reads, or state that the forward changes, are in
-        proportion to the samples of slices.
+        """Return True if the statistics that the loss reads, or state that the forward changes, are
+        in proportion to the samples of slices.
         """
         program = self.example
         writes = (call for call, _ in program.writes_to("buffer", "parameter"))

@@ -58,7 +58,7 @@ class TorchPipeline:
         return [stage.module for stage in self.stages]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters of this rank by the model's own names."""
+        """Return the parameters of this rank by the model's own names."""
         for module in self.modules:
             yield from module.named_parameters()
 

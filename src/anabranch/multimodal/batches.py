@@ -18,8 +18,8 @@ from anabranch.errors import DataError
 from anabranch.graph.module_state import on_meta, with_attributes
 from anabranch.multimodal.patches import PackedPatches
 from anabranch.multimodal.slots import (
+    AllowedSizes,
     Inputs,
-    Sizes,
     Slots,
     balanced_order,
     feature_rows,
@@ -48,10 +48,10 @@ def multimodal_batch(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
-    images: Sizes = None,
-    patches: Sizes = None,
-    sounds: Sizes = None,
-    chunks: Sizes = None,
+    images: AllowedSizes = None,
+    patches: AllowedSizes = None,
+    sounds: AllowedSizes = None,
+    chunks: AllowedSizes = None,
     share: int = 1,
     balance: Literal["cost", "none"] = "cost",
 ) -> PackedBatch:
@@ -186,7 +186,9 @@ def _chosen(model: nn.Module) -> dict[str, Encoder]:
     return (sounds if has_chunks and hasattr(tower, "conv1") else {}) | {"image": encoder}
 
 
-def _inputs(encoder: Encoder, model: Any, arguments: Mapping[str, Tensor], size: Sizes) -> Inputs:
+def _inputs(
+    encoder: Encoder, model: Any, arguments: Mapping[str, Tensor], size: AllowedSizes
+) -> Inputs:
     try:
         return encoder.inputs(model, arguments, size)
     except KeyError as error:

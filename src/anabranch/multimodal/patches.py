@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from anabranch.errors import DataError
 from anabranch.graph.module_state import with_attributes
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, sufficient_size, take_rows
+from anabranch.multimodal.slots import AllowedSizes, Inputs, Slots, sufficient_size, take_rows
 
 _SIZES = "image_grid_thw"
 _SPLIT: Any = torch.split
@@ -41,7 +41,7 @@ class PackedPatches:
         grids = torch.tensor([[1, merge, merge]])
         return {"pixel_values": torch.zeros(merge**2, width), _SIZES: grids}
 
-    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: AllowedSizes) -> Inputs:
         """Return the images, each with positions and segments of its patches."""
         visual, pixels = _visual(model), batch["pixel_values"]
         grids, unit = self._grids(model, batch), visual.spatial_merge_size**2

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anabranch.errors import DataError
 
-Sizes = int | Sequence[int] | None
+AllowedSizes = int | Sequence[int] | None
 """A size, or several, of which the smallest sufficient one is taken; None for the size needed."""
 
 
@@ -139,7 +139,7 @@ def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extr
     return result
 
 
-def sufficient_size(needed: int, allowed: Sizes, what: str, argument: str) -> int:
+def sufficient_size(needed: int, allowed: AllowedSizes, what: str, argument: str) -> int:
     """Return the smallest allowed size that is at least ``needed``; DataError if none is."""
     sizes = [max(needed, 1)] if allowed is None else allowed
     fitting = [size for size in ([sizes] if isinstance(sizes, int) else sizes) if size >= needed]

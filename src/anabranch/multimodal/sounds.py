@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.multimodal.patches import segmented
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, sufficient_size, take_rows
+from anabranch.multimodal.slots import AllowedSizes, Inputs, Slots, sufficient_size, take_rows
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sounds:
         features = torch.zeros(1, audio.num_mel_bins, 2 * audio.n_window)
         return {"input_features": features, "feature_attention_mask": features[:, 0].long() + 1}
 
-    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: AllowedSizes) -> Inputs:
         """Return the sounds in chunks, with the pair of positions whose mean each token takes."""
         tower = model.model.audio_tower
         file, window = sys.modules[type(tower).__module__], tower.n_window

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from anabranch.errors import DataError
 from anabranch.graph.module_state import on_meta, with_attributes
 from anabranch.multimodal.patches import UNDIVIDED, inside
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, sufficient_size
+from anabranch.multimodal.slots import AllowedSizes, Inputs, Slots, sufficient_size
 
 _FEATURES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 """Model -> {shape of an image: number of its features}."""
@@ -40,7 +40,7 @@ class VisionTower:
         one = {"pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
         return {name: one[name] for name in self.names if name in one}
 
-    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: AllowedSizes) -> Inputs:
         """Return the images of a batch, with the rows of their features."""
         pixels = batch["pixel_values"]
         count = self.features(model, tuple(pixels.shape[1:]))
@@ -81,7 +81,7 @@ class Idefics(VisionTower):
     def example(self, config: Any) -> dict[str, Tensor]:
         return {"pixel_values": super().example(config)["pixel_values"][None]}
 
-    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: AllowedSizes) -> Inputs:
         """Return the images that are not empty, and their number in each sample."""
         pixels = batch["pixel_values"]
         is_real = (pixels != 0).flatten(2).any(2)
@@ -129,7 +129,7 @@ class LlavaNext(VisionTower):
         one = super().example(config)
         return {**one, "pixel_values": one["pixel_values"][None]}
 
-    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: AllowedSizes) -> Inputs:
         """Return the images, with rows as the library's own code arranges them."""
         pixels, sizes = batch["pixel_values"], batch["image_sizes"]
         config, vision = model.config, model.config.vision_config
@@ -182,7 +182,7 @@ class Pixtral(VisionTower):
 
     names = ("pixel_values", "image_sizes")
 
-    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: AllowedSizes) -> Inputs:
         """Return the images, with segments that separate their patches from padding."""
         pixels, sizes = batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
         patch, merge = _patch_sizes(model)

@@ -33,7 +33,7 @@ def estimate(
     device: str = "v100",
     samples: Sequence[int] = (1, 2, 4, 8, 16, 32),
     *,
-    precision: kernel_trace.Precision = "float32",
+    precision: kernel_trace.MatmulPrecision = "float32",
 ) -> Profile:
     """Estimate the operators of a captured model.
 

@@ -23,7 +23,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.profile.data_sheets import DATA_SHEETS, DataSheet
 from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_bytes
 
-Precision = Literal["float32", "tf32"]
+MatmulPrecision = Literal["float32", "tf32"]
 
 FEW, MANY = 2, 4
 """Sample counts of the traces. Not 1: a dimension of one sample may vanish."""
@@ -82,7 +82,7 @@ class KernelTrace:
         nbytes: Floats,
         products: Floats,
         sheet: DataSheet,
-        precision: Precision,
+        precision: MatmulPrecision,
         waiting: Waiting | None = None,
     ) -> Floats:
         """Return forward and backward seconds of every operator if its kernels have these sizes,
@@ -160,7 +160,7 @@ class TracedModel:
         products &= inside[kernel_of]
         return Waiting((kernels & inside).astype(np.float64), products.astype(np.float64))
 
-    def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
+    def profile(self, device: str, samples: Sequence[int], precision: MatmulPrecision) -> Profile:
         """Return the profile of an affine model, as ``estimate`` does.
 
         Raises:
@@ -179,7 +179,11 @@ class TracedModel:
         return self.with_seconds(counts, seconds, device, precision)
 
     def with_seconds(
-        self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
+        self,
+        counts: Sequence[int],
+        seconds: Sequence[Floats],
+        device: str,
+        precision: MatmulPrecision,
     ) -> Profile:
         """Return the profile, from ``KernelTrace.seconds`` for each sample count."""
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
@@ -202,7 +206,7 @@ class TracedModel:
         return Profile(self.graph, tuple(counts), costs, device=name, source="estimated")
 
 
-def checked_counts(device: str, samples: Sequence[int], precision: Precision) -> list[int]:
+def checked_counts(device: str, samples: Sequence[int], precision: MatmulPrecision) -> list[int]:
     """Return the sample counts of an estimate, ascending.
 
     Raises:
@@ -218,7 +222,7 @@ def checked_counts(device: str, samples: Sequence[int], precision: Precision) ->
     return counts
 
 
-def _number_format(kernel: Kernel, precision: Precision) -> str:
+def _number_format(kernel: Kernel, precision: MatmulPrecision) -> str:
     if kernel.dtype != "float32":
         return kernel.dtype
     # torch.backends.cudnn.allow_tf32 is on by default, unlike the setting for matrix products.

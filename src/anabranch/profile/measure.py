@@ -50,7 +50,7 @@ from anabranch.profile.operator_runner import (
 from anabranch.profile.profile import OpCost, Profile, bytes_per_sample, fixed_bytes
 from anabranch.profile.storages import TensorWatch
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 _CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def measure(
     repeats: int = 9,
     budget_s: float = 60.0,
     threads: int | None = 1,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Profile:
     """Measure the operators of a captured model.
 
@@ -269,7 +269,7 @@ def _take_turns(
     counts: Sequence[int],
     repeats: int,
     deadline: float,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> list[_Bench]:
     """Measure as many sample counts as the time allows, the smallest at least."""
     benches: list[_Bench] = []

@@ -196,8 +196,8 @@ class Profile:
 def bytes_per_sample(
     few: Sequence[int], many: Sequence[int], samples: tuple[int, int]
 ) -> list[int]:
-    """Bytes per sample of every operator, from its bytes at two sample counts. Bytes that do not
-    grow with the samples (a causal mask, gradients of parameters) drop out.
+    """Return the bytes per sample of every operator, from its bytes at two sample counts. Bytes
+    that do not grow with the samples (a causal mask, gradients of parameters) drop out.
     """
     low, high = samples
     if low == high:
@@ -206,7 +206,7 @@ def bytes_per_sample(
 
 
 def fixed_bytes(few: Sequence[int], per_sample: Sequence[int], samples: int) -> list[int]:
-    """Bytes of every operator at a sample count that do not grow with the samples."""
+    """Return the bytes of every operator at a sample count that do not grow with the samples."""
     pairs = zip(few, per_sample, strict=True)
     return [max(0, nbytes - growing * samples) for nbytes, growing in pairs]
 
@@ -221,9 +221,7 @@ def on_grid(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
 def interpolation_at(
     samples: float, measured: Sequence[int] | NDArray[np.int64]
 ) -> tuple[int, float]:
-    """Return the index of the measured count below ``samples``, and their share of the way from it
-    to the next one.
-    """
+    """Return the index of the count below ``samples``, and their share of the way to the next."""
     below = 0
     while below < len(measured) - 2 and measured[below + 1] < samples:
         below += 1

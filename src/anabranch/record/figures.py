@@ -116,7 +116,7 @@ def _of_steps(document: Document) -> Iterator[Figure]:
 
 
 def _others(document: Document) -> Iterator[Figure]:
-    """Share of the processor time that other processes took, if it matters."""
+    """Generate the share of the processor time that other processes took, if it matters."""
     if (share := document["others_share"]) > BUSY:
         more = "share of the processor cores' time; no prediction knows of them"
         yield Figure("other processes", f"{share:.0%}", more)
@@ -134,7 +134,7 @@ def _peak(document: Document) -> Figure:
 
 
 def _why_unweighed(document: Document) -> str:
-    """Reason why the peak was not measured."""
+    """Return the reason why the peak was not measured."""
     if not document["losses"]:
         return "emulated devices hold nothing"
     if document["failure"]:

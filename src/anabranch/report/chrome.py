@@ -14,7 +14,7 @@ from anabranch.report import lanes, names
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 COMPUTE, ALL_REDUCE, MESSAGES = 1, 2, 3
@@ -28,7 +28,7 @@ _Timed = TypeVar("_Timed", Span, SumSpan)
 
 def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     """Convert a timeline to a trace for ``json.dump``; the stage graph gives the names."""
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     placed: list[tuple[Span, int]] = []
     for order, row in enumerate(lanes.rows(timeline, graph)):
         here = [(span, COMPUTE + 1000 * n) for span, n in _without_overlap(row.computes)]
@@ -65,7 +65,7 @@ def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
     return placed
 
 
-def _metadata(row: lanes.DeviceRow, order: int, threads: Iterable[int]) -> list[Event]:
+def _metadata(row: lanes.DeviceRow, order: int, threads: Iterable[int]) -> list[TraceEvent]:
     events = [
         _about(row.device, 0, "process_name", name=row.label),
         _about(row.device, 0, "process_sort_index", sort_index=order),
@@ -77,11 +77,11 @@ def _metadata(row: lanes.DeviceRow, order: int, threads: Iterable[int]) -> list[
     return events
 
 
-def _about(device: int, thread: int, what: str, **args: object) -> Event:
+def _about(device: int, thread: int, what: str, **args: object) -> TraceEvent:
     return {"ph": "M", "pid": device, "tid": thread, "name": what, "args": args}
 
 
-def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
+def _slice(span: Span, thread: int, graph: StageGraph) -> TraceEvent:
     action = span.action
     # Viewers colour by the name without its numbers, so that all forwards look alike.
     name = f"{names.KINDS[action.kind]} {action.microbatch}"
@@ -95,7 +95,7 @@ def _complete(
     name: str,
     category: str,
     details: Mapping[str, Any],
-) -> Event:
+) -> TraceEvent:
     return {
         "ph": "X",
         "pid": span.device,
@@ -120,7 +120,7 @@ def _details(action: Action, graph: StageGraph) -> dict[str, Any]:
     return details
 
 
-def _flows(timeline: Timeline, threads: Mapping[Span, int]) -> list[Event]:
+def _flows(timeline: Timeline, threads: Mapping[Span, int]) -> list[TraceEvent]:
     events = []
     for number, message in enumerate(lanes.messages(timeline)):
         sent, received = message.sent, message.received

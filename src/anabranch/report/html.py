@@ -260,7 +260,7 @@ def _figures(figures: Sequence[Figure]) -> str:
 
 
 def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
-    """The whole stage graph: with names where the page is wide enough, else with numbers."""
+    """Return the whole stage graph: with names where the page is wide enough, else with numbers."""
     busy = busy_shares(graph, timeline) if timeline is not None else ()
     full, wide = stagegraph.width_of(graph), PIXELS.width - 4
     drawings = [("small", stagegraph.draw_small(graph, 424, busy))]

@@ -49,9 +49,7 @@ class Assignment:
     device: torch.device
 
     def require_memory(self, plan: Plan, mesh: Mesh) -> None:
-        """Raise InfeasiblePlanError, on every rank, for a plan whose predicted peaks exceed the
-        memory that there is.
-        """
+        """Raise InfeasiblePlanError, on every rank, if predicted peaks exceed the memory."""
         parameters = self.captured.parameters()
         own, others = self.holders.resident_bytes(parameters, mesh.rank, self.device)
         # A forked rank shares the memory of the CPU with its parent, which gives nothing back.

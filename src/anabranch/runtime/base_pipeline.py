@@ -139,9 +139,7 @@ class BasePipeline:
         return self._session.feed.batches(epochs)
 
     def batches_left(self, epochs: int) -> int | None:
-        """Count the batches left until so many epochs in all are done; None if the data does not
-        say.
-        """
+        """Count the batches until so many epochs in all are done; None if the data does not say."""
         return self._session.feed.batches_left(epochs)
 
     def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:

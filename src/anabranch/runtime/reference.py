@@ -49,12 +49,12 @@ class Reference:
 
 
 def num_samples(batch: Batch) -> int:
-    """Samples in a batch: the size of dimension 0 of its tensors."""
+    """Return the samples in a batch: the size of dimension 0 of its tensors."""
     return next(int(t.shape[0]) for t in pytree.tree_leaves(plain(batch)) if isinstance(t, Tensor))
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples [start, stop) of a batch."""
+    """Return the samples [start, stop) of a batch."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[start:stop], batch)
 
 

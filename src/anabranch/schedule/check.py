@@ -29,7 +29,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import compute_of, lower, needs
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
-Channel = tuple[int, int, int, int, bool]
+ChannelKey = tuple[int, int, int, int, bool]
 """(sending stage, receiving stage, sending device, receiving device, is forward)."""
 
 
@@ -81,7 +81,7 @@ def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVE
     check_handovers(schedule, graph, edges)
 
 
-def channel(action: Action, device: int) -> Channel:
+def channel(action: Action, device: int) -> ChannelKey:
     """Return the channel of a send or receive on a device."""
     forward = action.kind.is_forward
     if action.kind.is_send:
@@ -253,9 +253,9 @@ def check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
     Raises:
         DeadlockError: if devices wait for each other; the message shows what each waits for.
     """
-    sent: dict[Channel, int] = defaultdict(int)
-    received: dict[Channel, int] = defaultdict(int)
-    waiting: dict[Channel, int] = {}
+    sent: dict[ChannelKey, int] = defaultdict(int)
+    received: dict[ChannelKey, int] = defaultdict(int)
+    waiting: dict[ChannelKey, int] = {}
     arrived: dict[int, list[int]] = defaultdict(list)  # stage -> devices at its next update
     ready = dict.fromkeys(schedule.actions, -1)
     positions = dict.fromkeys(schedule.actions, 0)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from anabranch.compiled import Ints
 
 
-Compute = tuple[int, int, bool, int]
+ComputeKey = tuple[int, int, bool, int]
 """(stage, device, is forward, micro-batch)."""
 
 
-def compute_of(action: Action, device: int) -> Compute:
+def compute_of(action: Action, device: int) -> ComputeKey:
     return action.stage, device, action.kind.is_forward, action.microbatch
 
 
@@ -56,8 +56,8 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     """
     if schedule.is_lowered:
         raise ValueError("the schedule has sends and receives already")
-    before: dict[Compute, list[Action]] = defaultdict(list)
-    after: dict[Compute, list[Action]] = defaultdict(list)
+    before: dict[ComputeKey, list[Action]] = defaultdict(list)
+    after: dict[ComputeKey, list[Action]] = defaultdict(list)
     for source, target, forward in directions(graph, edges):
         send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
         receive = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
@@ -118,13 +118,13 @@ def message_table(
 
 def needs(
     graph: StageGraph, edges: MessageEdges = EVERY_EDGE, *, inside_devices: bool = False
-) -> Mapping[Compute, list[Compute]]:
+) -> Mapping[ComputeKey, list[ComputeKey]]:
     """Map each compute to the computes of other stages whose values or gradients it takes.
 
     Args:
         inside_devices: only computes on the same device, which need no message.
     """
-    result: dict[Compute, list[Compute]] = defaultdict(list)
+    result: dict[ComputeKey, list[ComputeKey]] = defaultdict(list)
     if inside_devices and not graph.shares_devices:
         return result
     for source, target, forward in directions(graph, edges):

@@ -70,14 +70,14 @@ class StepCosts(Protocol):
         return EVERY_EDGE
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward."""
+        """Return the seconds of a forward and of a backward."""
 
     def weight_share(self, stage: int, samples: int) -> float:
-        """Share of a backward that gradients of weights take, where it is split."""
+        """Return the share of a backward that gradients of weights take, where it is split."""
         return 0.5
 
     def pass_s(self, stage: int, kind: Kind, samples: int) -> float:
-        """Seconds of a forward, a backward or one of its halves."""
+        """Return the seconds of a forward, a backward or one of its halves."""
         forward_s, backward_s = self.compute_s(stage, samples)
         if kind is Kind.FORWARD:
             return forward_s
@@ -85,7 +85,7 @@ class StepCosts(Protocol):
         return backward_s * (share if kind is Kind.WEIGHT_GRADIENT else 1.0 - share)
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
-        """Bytes along a stage edge, forward and back."""
+        """Return the bytes along a stage edge, forward and back."""
         return 0.0, 0.0
 
     def route(self, a: int, b: int) -> Route:
@@ -105,17 +105,17 @@ class StepCosts(Protocol):
         return 1.0
 
     def update_s(self, stage: int) -> float:
-        """Seconds of the update of a stage's parameters, on each of its devices."""
+        """Return the seconds of the update of a stage's parameters, on each of its devices."""
         return 0.0
 
     def held_bytes(self, stage: int, device: int) -> tuple[float, float]:
-        """Bytes of a stage on a device with nothing in flight, and bytes on top while its gradients
-        are summed, after all backwards.
+        """Return the bytes of a stage on a device with nothing in flight, and bytes on top while
+        its gradients are summed, after all backwards.
         """
         return 0.0, 0.0
 
     def flight_bytes(self, stage: int, samples: int) -> FlightBytes:
-        """Bytes of a micro-batch in flight."""
+        """Return the bytes of a micro-batch in flight."""
         return FlightBytes(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -248,11 +248,11 @@ class ModelCosts(StepCosts):
         return float(held.resident), float(held.sums)
 
     def _most(self, stage: int) -> int:
-        """Samples of a micro-batch on the fullest replica."""
+        """Return the samples of a micro-batch on the fullest replica."""
         return max(self.graph.slice_sizes(stage))
 
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
-        """Bytes of a replica of a stage, or of the fullest."""
+        """Return the bytes of a replica of a stage, or of the fullest."""
         return self._stages[stage].held(self.versions[stage] if self.versions else 1, replica)
 
     def flight_bytes(self, stage: int, samples: int) -> FlightBytes:

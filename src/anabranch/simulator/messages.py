@@ -97,9 +97,7 @@ class Messages:
         return len(self.table)
 
     def repeated(self, count: int) -> Messages:
-        """Repeat messages for a number of steps; receives are posted at once in the first step
-        only.
-        """
+        """Repeat messages for several steps; receives are posted at once in the first step only."""
         table = concatenated([self.table] * count)
         later = np.repeat(np.arange(count) * len(self), len(self))
         table["opener"] += np.where(table["opener"] >= 0, later, 0)
@@ -210,7 +208,7 @@ def _priced(costs: StepCosts, transfers: Transfers) -> Messages:
 
 
 def _message_bytes(costs: StepCosts, way: tuple[int, int, bool], samples: int) -> float:
-    """Bytes of a message between stages, of activations or gradients."""
+    """Return the bytes of a message between stages, of activations or gradients."""
     source, target, forward = way
     edge = (source, target) if forward else (target, source)
     return float(costs.message_bytes(*edge, samples)[not forward])

@@ -38,7 +38,7 @@ from anabranch.simulator.staleness import versions_of
 from anabranch.simulator.sums import least_sum_s
 from anabranch.weights import WeightPolicy
 
-Run = tuple[StageGraph, str]
+ScheduledGraph = tuple[StageGraph, str]
 """Stages with their in-flight counts, and a key of ``schedule.SCHEDULES``."""
 
 
@@ -47,7 +47,7 @@ class ScheduledProposal:
     """A proposal as it would run.
 
     Attributes:
-        graph: stages with their in-flight counts, see ``Run``, also for the schedule.
+        graph: stages with their in-flight counts, see ``ScheduledGraph``, also for the schedule.
         least_s: lower bound of its seconds.
         peak_bytes: most bytes on the fullest device.
     """
@@ -116,7 +116,7 @@ class ShortestStep:
             costs = known[proposal] = ModelCosts(fitted(proposal, self.cost.graph), self.cost)
         return costs
 
-    def runs(self, costs: ModelCosts) -> Iterator[Run]:
+    def runs(self, costs: ModelCosts) -> Iterator[ScheduledGraph]:
         """Generate every way to run these stages, the one with least memory first."""
         for schedule in self.schedules:
             graph = with_lengths(costs) if schedule in LISTS else costs.graph
@@ -141,7 +141,7 @@ class ShortestStep:
         """Return the seconds, and the micro-batches times devices that were simulated for them.
         Simulations are remembered: baselines of a comparison were often simulated by the search.
         """
-        known: dict[Run, tuple[float, int]] = self.cost.memo.setdefault(ShortestStep, {})
+        known: dict[ScheduledGraph, tuple[float, int]] = self.cost.memo.setdefault(ShortestStep, {})
         run = graph, _ = candidate.graph, candidate.schedule
         if run not in known:
             known[run] = step_seconds(graph, compute_order(*run), candidate.costs), _work(graph)
@@ -214,7 +214,7 @@ class ShortestPeriod:
             return asynchronous.AsynchronousOrder(graph, 1, True)
         return asynchronous.split_batches(graph)
 
-    def runs(self, costs: ModelCosts) -> Iterator[Run]:
+    def runs(self, costs: ModelCosts) -> Iterator[ScheduledGraph]:
         yield costs.graph, asynchronous.ORDER
 
     def peak_bytes(self, costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
@@ -257,7 +257,7 @@ def peak_bytes(costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
 
 
 def _work(graph: StageGraph) -> int:
-    """Micro-batches times devices."""
+    """Return micro-batches times devices."""
     return sum(
         graph.num_microbatches(s) * len(stage.devices) for s, stage in enumerate(graph.stages)
     )

@@ -41,7 +41,7 @@ class FlightBytes(NamedTuple):
     waiting: float
 
     def change(self, kind: Kind) -> tuple[float, float]:
-        """Bytes that a pass takes when it starts and releases when it ends."""
+        """Return the bytes that a pass takes when it starts and releases when it ends."""
         if kind is Kind.FORWARD:
             return self.held + self.forward, self.forward
         if kind is Kind.BACKWARD:
@@ -73,8 +73,8 @@ class StageCosts:
 
     @remembered
     def compute_s(self, samples: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, with recomputation where the stage asks for it
-        and with the fixed seconds of a pass.
+        """Return the seconds of a forward and of a backward, with recomputation where the stage
+        asks for it and with the fixed seconds of a pass.
         """
         besides_s = self.cost.calibration.pass_s if samples else 0.0
         forward, backward = self.cost.stage_s(self.mask, samples, recompute=self.stage.recompute)
@@ -82,15 +82,15 @@ class StageCosts:
 
     @remembered
     def weight_share(self, samples: int) -> float:
-        """Share of a backward that gradients of weights take where it is split; a recomputed
-        forward belongs to the first half.
+        """Return the share of a backward that gradients of weights take where it is split; a
+        recomputed forward belongs to the first half.
         """
         backward_s = self.compute_s(samples)[1]
         return self.cost.weight_s(self.mask, samples) / backward_s if backward_s else 0.0
 
     def gradient_share(self, samples: int, operator: int) -> float:
-        """Share of a backward's seconds that have passed when an operator's backward has ended.
-        Operators go from the last to the first, behind the recomputed forward.
+        """Return the share of a backward's seconds that have passed when an operator's backward has
+        ended. Operators go from the last to the first, behind the recomputed forward.
         """
         return self._gradient_shares(samples)[operator]
 

@@ -92,8 +92,8 @@ TINY = 1e-30
 
 
 def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> float:
-    """Seconds that a step of any plan takes at least, if each device has one stage; of any plan at
-    all with ``several``.
+    """Return the seconds that a step of any plan takes at least, if each device has one stage; of
+    any plan at all with ``several``.
     """
     relaxed = _Relaxation.of(cost, batch_size, several=several)
     bound_s = _work_and_way_s(cost, batch_size)
@@ -114,9 +114,9 @@ def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> fl
 
 
 def _work_and_way_s(cost: CostModel, batch_size: int) -> float:
-    """Largest of the means of all work over the devices and of the ways of the first micro-batch,
-    those at least half as long as the longest, where each operator has the slice for which that
-    mean is least.
+    """Return the largest of the means of all work over the devices and of the ways of the first
+    micro-batch, those at least half as long as the longest, where each operator has the slice for
+    which that mean is least.
     """
     samples, forward_s, backward_s, inputs_s = _least_seconds(cost, batch_size)
     edges, ends = _way_back(cost)
@@ -143,8 +143,8 @@ def _work_and_way_s(cost: CostModel, batch_size: int) -> float:
 
 
 def work_floor(cost: CostModel, batch_size: int) -> float:
-    """Seconds of all operators, each at the slice with the least time per sample, over the devices,
-    or over the compute that devices with shared cores do at once.
+    """Return the seconds of all operators, each at the slice with the least time per sample, over
+    the devices, or over the compute that devices with shared cores do at once.
     """
     seconds = float(least_s_per_sample(cost, batch_size).sum())
     return seconds * batch_size / computed_at_once(cost.cluster)

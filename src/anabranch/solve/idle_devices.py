@@ -125,9 +125,7 @@ def with_less_effort(planner: Any) -> Planner:
 
 
 def on_its_part(devices: tuple[int, ...], cost: CostModel, search: SearchOn) -> Plan | None:
-    """Search for a plan on the part of a cluster with these devices; None if they are no part, or
-    all devices.
-    """
+    """Search for a plan on a part of a cluster; None if the devices are no part, or all."""
     for part in parts(cost.cluster):
         if devices == tuple(range(part.num_devices)):
             return _on(search(replace(cost, cluster=part)), cost)

@@ -113,9 +113,7 @@ def checked_run(
     *,
     messages: bool = True,
 ) -> Timeline:
-    """Check a schedule and simulate one step; ``slower`` as in ``ModelCosts``, ``messages`` as in
-    ``run``.
-    """
+    """Check a schedule, then simulate one step; see ``ModelCosts`` and ``run`` for the options."""
     costs = ModelCosts(graph, cost, slower=slower or {})
     order = compute_order(graph, schedule)
     return run(graph, order, costs, period=True, messages=messages)

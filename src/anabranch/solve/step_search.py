@@ -133,9 +133,7 @@ class StepSearch:
     def _until(
         self, proposals: Iterable[StageGraph], cost: CostModel, enough_s: float
     ) -> Iterator[StageGraph]:
-        """Generate proposals up to the first whose step is short enough; the search does not go
-        beyond it.
-        """
+        """Generate proposals up to the first whose step is short enough, where the search ends."""
         judge = Judge(ShortestStep(cost, self.schedules))
         judge.best_s = enough_s
         for proposal in proposals:

@@ -101,13 +101,13 @@ def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggle
 
 
 def _ends(span: Span) -> tuple[int, int]:
-    """Sender and receiver of a message."""
+    """Return the sender and receiver of a message."""
     peer = span.action.peer
     return (peer, span.device) if span.action.kind.is_receive else (span.device, peer)
 
 
 def _message(span: Span) -> tuple[object, ...]:
-    """Key of a message, the same at both ends."""
+    """Return the key of a message, the same at both ends."""
     action = span.action
     stages = (action.peer_stage, action.stage)
     ends = stages if action.kind.is_receive else stages[::-1]

@@ -59,9 +59,7 @@ def _of_module(module: nn.Module) -> list[str]:
 
 
 def _of_recipes(workload: Workload) -> list[str]:
-    """List reasons why the recipes make no optimizer and scheduler for the whole model, or a
-    pipeline cannot use them.
-    """
+    """List reasons why the recipes make no optimizer and scheduler that a pipeline can use."""
     trainable = [(name, p) for name, p in workload.module.named_parameters() if p.requires_grad]
     try:
         if trainable:

@@ -219,9 +219,7 @@ class Trainer:
         return options
 
     def plan(self, **options: Any) -> Plan:
-        """Measure the model here and plan it for local ranks; options are those of
-        ``plan_workload``.
-        """
+        """Measure the model and plan it for local ranks; options are those of ``plan_workload``."""
         precision = self.training_options()["compute"].precision
         captured = self._captured(options.get("granularity", "layer"), ())
         cluster = Cluster.preset(f"local:{self.devices}")

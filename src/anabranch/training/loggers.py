@@ -93,9 +93,7 @@ class Csv:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Return the figures of an event by names that trackers group: ``train/loss``,
-    ``evaluation/accuracy``.
-    """
+    """Return the figures of an event by names that trackers group, such as ``train/loss``."""
     if isinstance(event, StepEvent):
         figures = {"loss": event.loss, **event.metrics}
         if event.seconds:

@@ -65,9 +65,7 @@ class SaveEvery:
             )
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the mean that ``best`` names, signed so that more is better; minus infinity if
-        there is none.
-        """
+        """Return the mean that ``best`` names, signed so that more is better; -inf without one."""
         name, _, direction = self.best.partition(":")
         value = metrics.get(name, math.nan)
         if not math.isfinite(value):

@@ -93,7 +93,7 @@ class Job:
         return profile
 
     def batch_size(self, local: LocalPlanSettings) -> int:
-        """Samples of a batch: the plan's, else as asked for, else the data's."""
+        """Return the samples of a batch: the plan's, else as asked for, else the data's."""
         if self.plan is not None:
             return self.plan.stage_graph.batch_size
         return local.batch_size or self.workload.batch_size or 32
@@ -173,8 +173,8 @@ class Job:
             self.source = replace(self.source, rewrites=plan.rewrites)
 
     def predicted(self, plan: Plan) -> Plan:
-        """The plan with the figures that it has by operators measured here; with none if it was
-        made for devices that are not, or runs otherwise than it can be simulated.
+        """Return the plan with the figures that it has by operators measured here; with none if it
+        was made for devices that are not, or runs otherwise than it can be simulated.
         """
         if plan.device.split(":")[0] != self.device or plan.machines is None:
             return replace(plan, predicted=None)

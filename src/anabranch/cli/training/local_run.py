@@ -124,7 +124,7 @@ def _checks(job: Job, training: TrainingSettings) -> str:
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:
-    """Predictions that training is compared with; None for a plan file without --replan."""
+    """Return predictions that training is compared with; None for a plan file without --replan."""
     from anabranch.solve.replanning import Replanner
     from anabranch.training import Looks
 

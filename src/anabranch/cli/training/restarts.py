@@ -35,7 +35,7 @@ def surviving(
     predicted_s: float,
     record: Callable[[str], None],
 ) -> Survival:
-    """The way on where ranks die: under the job's plan, or another one for fewer devices.
+    """Return the way on where ranks die: under the job's plan, or another one for fewer devices.
 
     Args:
         fewer: plans the job for so many devices, makes its programs, and returns the predicted
@@ -62,7 +62,7 @@ def surviving(
 
 
 def devices_left(job: Job) -> int:
-    """Devices for ranks, where some may have gone since the plan was made.
+    """Return the devices for ranks, where some may have gone since the plan was made.
 
     Under torchrun as many as there are ranks now; here GPUs may go, CPUs do not.
     """
@@ -80,7 +80,7 @@ def devices_left(job: Job) -> int:
 
 
 def first_step(training: TrainingSettings) -> int:
-    """Steps that were done before the first attempt."""
+    """Return the steps that were done before the first attempt."""
     from anabranch.checkpoint import Checkpoint
     from anabranch.checkpoint.series import step_of
 
@@ -109,7 +109,7 @@ def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
 
 
 def restarted(training: TrainingSettings) -> TrainingSettings:
-    """Settings of the rest of a run whose ranks torchrun has started again."""
+    """Return the settings of the rest of a run whose ranks torchrun has started again."""
     if training.resume == training.save and training.steps is not None:
         raise TrainingError(
             f"torchrun has started training again, and {training.save} is both --resume and "

@@ -186,7 +186,7 @@ class ComputeSettings(Settings):
     accumulate: Annotated[int, in_file(min=1)] = 1
 
     def options(self) -> "ComputeOptions":
-        """Options of the runtime."""
+        """Return the options of the runtime."""
         from anabranch.runtime.compute.options import ComputeOptions
 
         names = "precision offload dropout sparse_embeddings"
@@ -213,11 +213,11 @@ class FlushSettings(Settings):
     clip_stage_norm: Annotated[float | None, in_file()] = None
 
     def is_async(self, plan: "Plan | None") -> bool:
-        """True if the user or the plan file asks for no flush."""
+        """Return True if the user or the plan file asks for no flush."""
         return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
 
     def with_options(self, name: str) -> "WeightPolicy":
-        """The policy of that name, with the user's options."""
+        """Return the policy of that name, with the user's options."""
         return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
 
 

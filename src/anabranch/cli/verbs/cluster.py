@@ -89,7 +89,7 @@ def calibrate_and_keep() -> tuple[Cluster, Path]:
 
 
 def is_calibrated(devices: int) -> bool:
-    """True if this machine has a calibration for so many local ranks."""
+    """Return True if this machine has a calibration for so many local ranks."""
     from anabranch.calibration import kept
 
     return kept.is_calibrated(Cluster.preset(f"local:{devices}"))
@@ -132,7 +132,7 @@ def _show(cluster: Cluster) -> None:
 
 
 def calibration_rows(cluster: Cluster) -> list[str]:
-    """Lines of text about a calibration; none without one."""
+    """Return lines of text about a calibration; none without one."""
     calibration = cluster.calibration
     if calibration is None:
         return []

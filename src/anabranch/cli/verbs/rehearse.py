@@ -46,7 +46,7 @@ class LinkSettings(Settings):
     time_scale: float | None = None
 
     def changed(self, cluster: Cluster) -> Cluster:
-        """The cluster with the links that the user asks for."""
+        """Return the cluster with the links that the user asks for."""
         changed: dict[str, Any] = {}
         if self.bandwidth is not None:
             changed["bandwidth"] = self.bandwidth * 1e9

@@ -39,7 +39,7 @@ class Sites:
         return self._wanted is None or name in self._wanted
 
     def reasons(self) -> str:
-        """Sentence on the sites that were not rewritten."""
+        """Return a sentence on the sites that were not rewritten."""
         by_reason: dict[str, list[str]] = {}
         for site, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(site)

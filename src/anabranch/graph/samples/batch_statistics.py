@@ -85,7 +85,7 @@ def batch_sums(program: FlatProgram, flow: SampleFlow) -> Sums:
 
 
 def _is_sum(node: fx.Node, flow: SampleFlow) -> bool:
-    """True for a sum or a mean of values with samples, a count included."""
+    """Return True for a sum or a mean of values with samples, a count included."""
     result = flow.flows[node]
     is_count = result.counts and base_name(node).rstrip("_") in COUNTS | {"sum"}
     of_samples = any(flow.flows[source].kind == "samples" for source in node.all_input_nodes)
@@ -94,7 +94,7 @@ def _is_sum(node: fx.Node, flow: SampleFlow) -> bool:
 
 
 def _is_small(node: fx.Node, program: FlatProgram, flow: SampleFlow) -> bool:
-    """True if rows of a sum take less than the summed values, if these can be sent."""
+    """Return True if rows of a sum take less than the summed values, if these can be sent."""
     value = tensor(node)
     assert value is not None
     values = [tensor(n) for n in node.all_input_nodes if flow.flows[n].kind == "samples"]

@@ -31,7 +31,7 @@ class Assumption:
     reordering: frozenset[CallKey] = frozenset()
 
     def unknown_operator(self, node: fx.Node) -> str:
-        """Name of the operator that makes a value, if the assumption is about it."""
+        """Return the name of the operator that makes a value, if the assumption is about it."""
         if base_name(node) == "getitem":
             node = node.all_input_nodes[0]
         name = schema_name(node)

@@ -168,7 +168,7 @@ def _kept(
 
 
 def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis]) -> bool:
-    """True if an operation may bring the entries of a dimension into another order."""
+    """Return True if an operation may bring the entries of a dimension into another order."""
     name = base_name(node).rstrip("_")
     if name in ("index", "index_put"):
         indices = [index for index in arguments(node)["indices"] if index in axes]
@@ -181,7 +181,7 @@ def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis
 
 
 def is_in_order(index: fx.Node) -> bool:
-    """True for a mask, and for an index that counts, as torch.arange(n) does."""
+    """Return True for a mask, and for an index that counts, as torch.arange(n) does."""
     value = tensor(index)
     if value is not None and value.dtype is torch.bool:
         return True
@@ -210,7 +210,7 @@ def is_index(node: fx.Node, index: fx.Node, axes: Mapping[fx.Node, SampleAxis]) 
 def is_across(
     node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int, known: Collection[fx.Node]
 ) -> bool:
-    """True for an operation across the samples of its first input whose result has samples.
+    """Return True for an operation across the samples of its first input whose result has samples.
 
     Args:
         known: inputs that are known before the forward begins.
@@ -247,8 +247,8 @@ def is_across(
 
 
 def pairs_others(node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int) -> bool:
-    """True for an operation on entries at the same places of values whose samples are folded in
-    different ways, such as ``x.flatten(0, 1) + y.repeat(3, 1)``.
+    """Return True for an operation on entries at the same places of values whose samples are folded
+    in different ways, such as ``x.flatten(0, 1) + y.repeat(3, 1)``.
     """
     name, read = base_name(node), value_inputs(node)
     if name in operations.LOOKUPS or (name.startswith("index") and any(map(is_integer, read[1:]))):
@@ -265,7 +265,7 @@ def pairs_others(node: fx.Node, axes: Mapping[fx.Node, SampleAxis], samples: int
 
 
 def is_over_one_index(einsum: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """False for ``ni,mj->ij`` of samples n and m, a product of two sums over them.
+    """Return False for ``ni,mj->ij`` of samples n and m, a product of two sums over them.
 
     Args:
         twins: node -> the same node in the program for twice the samples.

@@ -130,7 +130,7 @@ class _Follower:
         return node.all_input_nodes if is_ragged else value_inputs(node)
 
     def mixes(self, node: fx.Node) -> bool:
-        """True for an operation across samples whose result has samples."""
+        """Return True for an operation across samples whose result has samples."""
         known = [n for n in node.all_input_nodes if self.flows[n].known]
         return is_across(node, self.axes, self.program.samples, known)
 
@@ -219,7 +219,7 @@ class _Follower:
         return Flow("samples" if has_axis else "coupled", False)
 
     def has_rows(self, node: fx.Node) -> bool:
-        """True for a value with samples that is known of the whole batch alone."""
+        """Return True for a value with samples that is known of the whole batch alone."""
         is_statistic = self.flows[node].kind == "statistic"
         return is_statistic and self.axis(node).dim >= 0
 

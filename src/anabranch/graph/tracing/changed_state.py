@@ -27,8 +27,8 @@ _aten = torch.ops.aten
 
 
 def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str, ...]:
-    """Names of buffers and parameters that a program changes other than by batch normalisation;
-    calls that have the ``whole`` batch do so once.
+    """Return the names of buffers and parameters that a program changes other than by batch
+    normalisation; calls that have the ``whole`` batch do so once.
     """
     norms = {frame(n) for n in program.calls if base_name(n) in BATCH_NORMS and trains_norm(n)}
     return tuple(

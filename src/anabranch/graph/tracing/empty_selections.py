@@ -282,7 +282,7 @@ def _of_mask(asked: fx.Node) -> Selection:
 
 
 def _is_mask(node: Any) -> bool:
-    """True for a mask of zeros and ones, or a product of such."""
+    """Return True for a mask of zeros and ones, or a product of such."""
     node = _stripped(node)
     if _name(node) == "mul":
         return all(map(_is_mask, node.args))
@@ -372,7 +372,7 @@ def _symbols(node: fx.Node) -> set[Any]:
 
 
 def _is_empty(node: fx.Node, sizes: set[Any]) -> bool:
-    """True for tensors without entries where these sizes are zero."""
+    """Return True for tensors without entries where these sizes are zero."""
     zeros = dict.fromkeys(sizes, 0)
     empty = [
         any(isinstance(size, torch.SymInt) and size.node.expr.subs(zeros) == 0 for size in v.shape)

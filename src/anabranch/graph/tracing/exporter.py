@@ -162,7 +162,7 @@ class Exporter:
         return {}
 
     def is_general(self, samples: int) -> bool:
-        """True if there is an export for any number of samples, and it covers this one."""
+        """Return True if there is an export for any number of samples, and it covers this one."""
         if self._dynamic is None:
             return False
         with suppress(RefusedError):

@@ -161,12 +161,12 @@ def without_raising_guards(
 
 
 def is_in_torch(frame: FrameType) -> bool:
-    """True for code of PyTorch's own."""
+    """Return True for code of PyTorch's own."""
     return frame.f_code.co_filename.startswith(TORCH)
 
 
 def _depends_on_data(symbol: Any) -> bool:
-    """True for a symbol whose number the tracer does not know."""
+    """Return True for a symbol whose number the tracer does not know."""
     free = getattr(symbol.node.expr, "free_symbols", ())
     return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
 

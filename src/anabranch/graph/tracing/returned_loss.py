@@ -56,7 +56,7 @@ def _scalar(name: str, value: Any) -> torch.Tensor | None:
 
 
 def is_fraction(value: Any) -> bool:
-    """True for a loss that is a pair of numerator and denominator."""
+    """Return True for a loss that is a pair of numerator and denominator."""
     is_pair = isinstance(value, tuple) and len(value) == 2
     return is_pair and all(isinstance(part, torch.Tensor) and part.dim() == 0 for part in value)
 

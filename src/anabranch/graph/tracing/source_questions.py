@@ -133,15 +133,15 @@ def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.ex
 
 
 def _raises(branch: list[ast.stmt]) -> bool:
-    """True for a branch that can only end in an exception."""
+    """Return True for a branch that can only end in an exception."""
     inside = (node for statement in branch for node in ast.walk(statement))
     leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
     return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
 
 
 def _adds_nothing(branch: list[ast.stmt]) -> bool:
-    """True for no statements, and for those that add zeros alone, as ``y += 0 * p.sum()`` does to
-    give parameters that nothing reaches a gradient.
+    """Return True for no statements, and for those that add zeros alone, as ``y += 0 * p.sum()``
+    does to give parameters that nothing reaches a gradient.
     """
     for part in branch:
         if isinstance(part, ast.If):
@@ -187,8 +187,8 @@ def truth_unless_zero(truth: Callable[[int], bool]) -> bool | None:
 
 
 def _is_closed(work: list[ast.stmt], parents: dict[ast.AST, ast.AST], frame: FrameType) -> bool:
-    """True if work does not leave its function, and nothing else reads a name, an attribute or an
-    entry that it assigns to. Writes to tensors are left to the traced graph.
+    """Return True if work does not leave its function, and nothing else reads a name, an attribute
+    or an entry that it assigns to. Writes to tensors are left to the traced graph.
     """
     function: Any = work[0] if work else None
     while function is not None and not isinstance(function, ast.FunctionDef):
@@ -229,7 +229,7 @@ def _name(value: ast.AST) -> str:
 
 
 def _is_in_place(value: ast.expr) -> bool:
-    """True for a call ``x.add_(y)``, and for a text."""
+    """Return True for a call ``x.add_(y)``, and for a text."""
     called = value.func if isinstance(value, ast.Call) else None
     is_method = isinstance(called, ast.Attribute) and called.attr.endswith("_")
     return is_method or isinstance(value, ast.Constant)

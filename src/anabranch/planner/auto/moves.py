@@ -306,9 +306,7 @@ _BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
 
 
 def draw(draft: Draft, space: Space, rng: Random) -> Draft:
-    """Make a random move by the weights of ``MOVES``; return the same draft if many moves in turn
-    have nothing to do.
-    """
+    """Make a random move by the weights of ``MOVES``; return the same draft if many do nothing."""
     for _ in MOVES:
         move = _ALL[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
         if made := move(draft, space, rng):

@@ -156,9 +156,7 @@ def _share_cores(s: int, now: float, running: int, stages: Table[StageRecord], s
 
 
 def _ask(stage: StageRecord, at: float, pieces: Table[StagePiece]) -> None:
-    """Set when the next piece of a stage's gradients requests links: once it is final, not before
-    ``at``.
-    """
+    """Set when a stage's next piece of gradients requests links: once final, not before ``at``."""
     stage.asks = np.inf
     if stage.pieces_done < stage.pieces:
         left = stage.passed - pieces[stage.pieces_done].final
@@ -166,9 +164,7 @@ def _ask(stage: StageRecord, at: float, pieces: Table[StagePiece]) -> None:
 
 
 def _sum(s: int, state: State) -> float:
-    """Return the end of the all-reduce of a piece that requests links now; it waits for earlier
-    requests.
-    """
+    """Return the end of an all-reduce of a piece that requests links now, behind earlier ones."""
     stage = state.stages[s]
     piece = state.pieces[s][stage.pieces_done]
     end = hold_ports(s, stage.asks, piece.seconds, state)

@@ -144,9 +144,7 @@ class Machines:
         return tuple(map(self.number, (after, tuple(taken[m] for m in order), taken, rest)))
 
     def _order(self, used: Place, taken: Place) -> tuple[int, ...]:
-        """Return machines in the order of the next state: sorted within racks, racks within rows,
-        and so on.
-        """
+        """Return machines in the next state's order: sorted in racks, racks in rows, and so on."""
         keys = [(-u - t, -t) for u, t in zip(used, taken, strict=True)]
         groups = [[m] for m in range(len(keys))]
         for level in self.cluster.levels[1:]:

@@ -51,9 +51,7 @@ After = tuple[int, ...]
 
 
 class PlannedStage(NamedTuple):
-    """A stage: its operators as a bit mask, places of its configuration and of its mode, and its
-    time per sample.
-    """
+    """A stage: bit mask of its operators, places of configuration and mode, time per sample."""
 
     mask: int
     configuration: int

@@ -108,7 +108,7 @@ class Terms:
         return self.component(len(self.tiers) - 1)
 
     def component(self, level: int) -> int:
-        """Devices of one component of the next level: all that this level joins."""
+        """Return the devices of one component of the next level: all that this level joins."""
         return int(np.prod([tier.size for tier in self.tiers[: level + 1]]))
 
 

@@ -179,9 +179,7 @@ def _pass_devices(lo: Ints, hi: Ints, devices: Ints, before: Ints, after: Ints) 
 
 @compiled
 def _pass_stages(lo: Ints, hi: Ints, wasted: Ints, held: Ints, stages: Ints) -> None:
-    """Fill ``BoundedPlans.stages``; ``wasted`` has the devices that each option takes beyond the
-    fewest.
-    """
+    """Fill ``BoundedPlans.stages``; ``wasted``: devices of each option beyond the fewest."""
     for i in range(len(lo) - 1, -1, -1):
         for extra in range(wasted[i], stages.shape[1]):
             count = stages[hi[i], extra - wasted[i]] + 1

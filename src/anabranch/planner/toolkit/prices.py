@@ -103,7 +103,7 @@ class MicrobatchPrices:
         return -(-self.batch_size // self.microbatch_size)
 
     def samples(self, degree: int) -> int:
-        """Samples on the fullest of ``degree`` replicas."""
+        """Return the samples on the fullest of ``degree`` replicas."""
         return -(-self.microbatch_size // degree)
 
     def covers_replicas(self, replicas: int) -> bool:
@@ -117,7 +117,7 @@ class MicrobatchPrices:
 
     @remembered
     def ring(self, degree: int) -> tuple[float, float]:
-        """Seconds per byte and of latency of one all-reduce over replicas in a row."""
+        """Return the seconds per byte and of latency of one all-reduce over replicas in a row."""
         cluster = self.cost.cluster
         return self.cost.ring_price(cluster.ring(range(min(degree, cluster.num_devices))), degree)
 
@@ -128,7 +128,7 @@ class MicrobatchPrices:
     def period_s(
         self, footprint: StageFootprint, compute_s: Number, rates: Iterable[Number]
     ) -> Number:
-        """Seconds from one micro-batch to the next of a stage, or of each of many.
+        """Return the seconds from one micro-batch to the next of a stage, or of each of many.
 
         Args:
             rates: of the mode, or arrays of those of several, with axes that broadcast.
@@ -154,12 +154,12 @@ class MicrobatchPrices:
         return forward * (1 + part.recompute) + backward
 
     def compute_s(self, part: Part) -> float:
-        """Seconds of a micro-batch on the fullest replica, recomputation included."""
+        """Return the seconds of a micro-batch on the fullest replica, recomputation included."""
         return float(self.op_seconds(part)[list(bits(part.mask))].sum())
 
     @remembered
     def part_period_s(self, part: Part) -> float:
-        """Seconds from one micro-batch to the next."""
+        """Return the seconds from one micro-batch to the next."""
         footprint, rates = self.cost.footprint(part.mask), self.rates(part.replicas)
         return float(self.period_s(footprint, self.compute_s(part), rates))
 

@@ -146,7 +146,7 @@ class Problem:
         return tuple(b for b in sizes if -(-self.batch_size // b) <= MOST_MICROBATCHES)
 
     def prices(self, microbatch_size: int, devices: int | None = None) -> MicrobatchPrices:
-        """Prices at one micro-batch size.
+        """Return prices at one micro-batch size.
 
         Args:
             devices: number of devices, if it is not the cluster's.

@@ -103,7 +103,7 @@ class Position:
 
     @contextmanager
     def doing(self, phase: Phase) -> Iterator[None]:
-        """Note a phase inside the block. It stays noted after an error."""
+        """Note a phase inside the block; stays noted after an error."""
         before = self._ints.tolist()
         self.begin(before[_STEP], phase, is_minibatch=bool(before[_MINIBATCH]))
         yield
@@ -113,9 +113,7 @@ class Position:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that this rank waits for others inside the block, in any phase. It stays noted after
-        an error.
-        """
+        """Note that this rank waits for others inside the block; stays noted after an error."""
         ints = self._ints
         if ints[_WAITS]:
             yield

@@ -148,7 +148,7 @@ def _like(original: Tensor, values: Tensor) -> Tensor:
 
 
 def _blank(like: Tensor) -> Tensor:
-    """Memory without values: NaN, or zeros where the type has none."""
+    """Return memory without values: NaN, or zeros where the type has none."""
     has_nan = like.is_floating_point() or like.is_complex()
     return torch.full_like(like, torch.nan if has_nan else 0, device=_CPU)
 

@@ -111,9 +111,7 @@ class ModelState:
             self._captured.slices[name] = nn.Parameter(part, requires_grad=held.requires_grad)
 
     def _optimizer(self, workload: Workload) -> torch.optim.Optimizer | None:
-        """Make the recipe's optimizer for whole parameters, then give it the parts that this rank
-        updates.
-        """
+        """Make the recipe's optimizer for whole parameters, then give it the parts updated here."""
         wholes: dict[str, nn.Parameter] = {}
         parts: defaultdict[nn.Parameter, dict[str, nn.Parameter]] = defaultdict(dict)
         stored = self._names()
@@ -138,7 +136,7 @@ class ModelState:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers, slices in place of parameters that are cut."""
+        """Return the parameters and buffers, slices in place of parameters that are cut."""
         return {**self._captured.parameters(), **dict(self._module.named_buffers())}
 
     def _is_unheld(self, name: str) -> bool:
@@ -146,7 +144,7 @@ class ModelState:
         return not held and name not in self._captured.cut
 
     def _is_held(self, name: str) -> bool:
-        """True if this rank has values of a tensor; rank 0 has those that no stage reads."""
+        """Return True if this rank has values of a tensor; rank 0 has those that no stage reads."""
         held = {whole_name(n) for n in self._holders.held_by(self._mesh.rank)}
         return (
             name in held
@@ -174,7 +172,7 @@ class ModelState:
                 parameter.grad = None
 
     def bytes_on(self, device: torch.device) -> int:
-        """Bytes of parameters and of the optimizer's state that are on a device."""
+        """Return the bytes of parameters and of the optimizer's state that are on a device."""
         held = (*self.parameters.values(), *self.optimizer_tensors)
         return sum(tensor.nbytes for tensor in held if tensor.device == device)
 
@@ -281,7 +279,7 @@ class ModelState:
         return [n for n, p in named if not p.requires_grad and n not in changed]
 
     def _names(self) -> dict[int, str]:
-        """Names of parameters and shards in checkpoints, by their ``id``."""
+        """Return the names of parameters and shards in checkpoints, by their ``id``."""
         rows = self._rows
         return {id(p): rows[n].name(n) if n in rows else n for n, p in self.updated.items()}
 

@@ -87,7 +87,7 @@ class Explanation:
     what_ifs: tuple[WhatIf, ...]
 
     def saves(self, what_if: WhatIf) -> float:
-        """Share of the step that a change saves."""
+        """Return the share of the step that a change saves."""
         return 1 - what_if.step_s / self.step_s if self.step_s else 0.0
 
     @property

@@ -122,7 +122,7 @@ def _changes(
 
 
 def _linked(graph: StageGraph, cost: CostModel, levels: Sequence[Level]) -> ModelCosts:
-    """Prices with other links."""
+    """Return prices with other links."""
     cluster = replace(cost.cluster, levels=tuple(levels))
     return ModelCosts(graph, replace(cost, cluster=cluster))
 
