@@ -28,14 +28,30 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     """Return file and line of the innermost frame that is not torch's, Python's own or ours."""
     place = "the module's forward"
     for entry in stack:
-        name = os.path.abspath(entry.filename)
-        library = name.startswith(_PYTHON) and "site-packages" not in name
-        if library or name.startswith((TORCH, *_OURS)) or entry.filename.startswith("<"):
+        if _is_library(entry.filename):
             continue
         place = f"{entry.filename}:{entry.lineno}"
         if entry.line:
             place += f" ({textwrap.shorten(entry.line, 100)})"
     return place
+
+
+def _is_library(file: str) -> bool:
+    name = os.path.abspath(file)
+    is_pythons = name.startswith(_PYTHON) and "site-packages" not in name
+    return is_pythons or name.startswith((TORCH, *_OURS)) or file.startswith("<")
+
+
+def forward_trace(frame: FrameType | None) -> str:
+    """Return the innermost forward, the user's or a library's, that a frame is in, as the text of a
+    stack trace; empty outside of one.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and not _is_library(code.co_filename):
+            return f'File "{code.co_filename}", line {frame.f_lineno}, in forward\n'
+        frame = frame.f_back
+    return ""
 
 
 def user_line(node: fx.Node) -> str:

@@ -31,7 +31,7 @@ from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
 from anabranch.graph.tracing.source_questions import passing_truth
-from anabranch.graph.user_lines import TORCH, frame_place
+from anabranch.graph.user_lines import TORCH, forward_trace, frame_place
 
 _KERNELS = tuple(TORCH + name for name in ("_refs", "_decomp", "_meta_registrations"))
 """PyTorch's own operations in Python, which ask for the special case of no entries."""
@@ -137,7 +137,9 @@ def without_raising_guards(
 
     def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = plain_node(tracer, *args, **kwargs)
-        selections.note(node, sys._getframe(1))
+        frame = sys._getframe(1)
+        node.stack_trace = node.stack_trace or forward_trace(frame)
+        selections.note(node, frame)
         return node
 
     truths = [
@@ -147,6 +149,8 @@ def without_raising_guards(
         (symbols, "__bool__", truth_of_symbol),
         (tensors, "__iter__", entries),
         (fx.Tracer, "create_node", create_node),
+        # All frames of each call, with their source lines, would be a tenth of a capture.
+        (fx.config, "do_not_emit_stack_traces", True),
     ]
     with _TRACING:  # the truth of a tensor is that of all threads
         tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
@@ -358,6 +362,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ),
     ("torch.nn.modules.transformer", "_detect_is_causal_mask", _causal_if_known),
     ("torch.nn.functional", "ctc_loss", lambda functional: traceable(functional.ctc_loss)),
+    # Order in memory of every value, which nobody reads and symbolic sizes take long to tell.
+    ("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: lambda _: None),
 )
 """Module, a name in it, and the module -> what the name stands for while a forward is traced."""
 
