@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
-from anabranch.graph.call_traits import SampleAxis, arguments
+from anabranch.graph.call_traits import CHANCES, SampleAxis, draws
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import StageProgram
 from anabranch.graph.flat_program import CALL, frame, schema_name
@@ -30,20 +30,6 @@ from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 _CPU = torch.device("cpu")
 _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
 """Operations whose random numbers have samples in the same dimension as their first argument."""
-
-
-_CHANCES = ("p", "dropout_p", "dropout")
-"""Names of the arguments with the probability of dropout."""
-
-
-def draws(node: fx.Node) -> bool:
-    """Return True if a call draws random numbers; dropout with p=0 or out of training does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    options = arguments(node)
-    idle = any(options.get(name) is False for name in ("train", "training"))
-    idle = idle or options.get("num_layers") == 1  # dropout of LSTMs is between layers
-    return not idle and not any(options.get(name) == 0 for name in _CHANCES)
 
 
 class BySample:
@@ -191,7 +177,7 @@ def without_dropout(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
-        names = _CHANCES if "dropout" in schema_name(node) else _CHANCES[1:]  # not of bernoulli_
+        names = CHANCES if "dropout" in schema_name(node) else CHANCES[1:]  # not of bernoulli_
         for i, argument in enumerate(node.target._schema.arguments):
             if argument.name in names:
                 if i < len(node.args):
