@@ -69,10 +69,16 @@ def test_a_gradient_inside_the_forward_is_part_of_the_program(body: Any) -> None
         assert check_split(captured, batch(samples), stage_each(captured), exact=False) < 1e-5
 
 
+def nearer(net: Net, h: Tensor) -> Tensor:
+    error = F.mse_loss(net.last(h), h[:, :1] + 1)
+    return h + torch.autograd.grad(error, h, create_graph=True)[0]
+
+
 @pytest.mark.dist
-def test_the_gradient_of_a_mean_over_the_samples_is_that_of_the_whole_batch() -> None:
-    """Though other stages have micro-batches."""
-    assert verify(Workload(Net(fitted), batch()), 2).is_good
+@pytest.mark.parametrize("body", [fitted, nearer])
+def test_the_gradient_of_a_mean_over_the_samples_is_that_of_the_whole_batch(body: Any) -> None:
+    """Though stages have micro-batches."""
+    assert verify(Workload(Net(body), batch()), 2).is_good
 
 
 def dropped(net: Net, h: Tensor) -> Tensor:
