@@ -19,6 +19,9 @@ from torch import fx
 from anabranch.graph import flat_program
 from anabranch.graph.operations import CHEAP, FACTORIES, HEAVY, LIKE, NOT_A_REMAINDER
 
+CHANCES = ("p", "dropout_p", "dropout")
+"""Names of the arguments with the probability of dropout."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleAxis:
@@ -98,6 +101,16 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     values = {argument.name: argument.default_value for argument in declared}
     values |= {argument.name: value for argument, value in zip(declared, node.args, strict=False)}
     return values | node.kwargs
+
+
+def draws(node: fx.Node) -> bool:
+    """Return True if a call draws random numbers; dropout with p=0 or out of training does not."""
+    if not flat_program.is_random(node.target):
+        return False
+    options = arguments(node)
+    idle = any(options.get(name) is False for name in ("train", "training"))
+    idle = idle or options.get("num_layers") == 1  # dropout of LSTMs is between layers
+    return not idle and not any(options.get(name) == 0 for name in CHANCES)
 
 
 def inputs_of(target: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

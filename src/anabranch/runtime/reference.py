@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from anabranch.data.packed import call_module, plain
 from anabranch.device import accelerator
 from anabranch.errors import AnabranchError, TrainingError
+from anabranch.graph.call_traits import draws
 from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.graph.reverted import unchanged_buffers, unchanged_state, without_gradients
@@ -31,7 +32,7 @@ from anabranch.graph.tracing.returned_loss import scalars
 from anabranch.graph.user_lines import user_frame
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.guards.same_batch import copies_digest
-from anabranch.runtime.numerics.dropout import chances, draws
+from anabranch.runtime.numerics.dropout import chances
 from anabranch.runtime.ranks.placement import start_of
 from anabranch.workload import Batch
 

@@ -2,10 +2,11 @@
 
 custom gradients        called as operators (``custom_functions``), or refused
 checkpoints             plain calls, whose lines are noted
+derivatives             calls of the program (``inner_gradients``), or refused
 weight.data             ``weight.detach()``, the same memory: a trace makes a tensor without
                         values of ``.data``, so reading it fails far from the line, and a write
                         to it is dropped
-hooks, derivatives, transforms, packed sequences, seeds, frozen parameters, writes to ``.data``
+hooks, transforms, packed sequences, seeds, frozen parameters, writes to ``.data``
                         refused, with the line and another way to write them
 """
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
@@ -28,10 +30,13 @@ from anabranch.errors import CaptureError
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.custom_functions import operator_of
+from anabranch.graph.tracing.inner_gradients import traced_gradients
 from anabranch.graph.user_lines import user_frame
 
 _FUNCTION = torch.autograd.function._SingleLevelFunction  # whose apply all others call
 _TENSOR: Any = torch.Tensor
+_AUTOGRAD: Any = torch.autograd
+_RUN_BACKWARD = _AUTOGRAD._engine_run_backward
 _DATA, _REQUIRES_GRAD = _TENSOR.data, _TENSOR.requires_grad
 
 
@@ -54,17 +59,17 @@ _hook = _refusal(
 )
 
 _differentiate = _refusal(
-    "asks for a gradient inside the forward, as a gradient penalty does: it would go back "
-    "through the operators, and the stages, that the forward has come through so far; write "
-    "that derivative with tensor operations, or take a penalty that needs none, such as "
-    "spectral normalisation"
+    "asks for a gradient inside the forward that cannot be traced, by backward(), or through calls "
+    "that draw random numbers, as dropout does, change a buffer, as batch normalisation does, or "
+    "are under autocast: call torch.autograd.grad, for values between which there are none of "
+    "those, or take a penalty without a gradient, such as spectral normalisation"
 )
 
 _transform = _refusal(
     "transforms a function with torch.vmap or torch.func, inside of which tensors lack the "
     "dimension of the samples, so that they cannot be sent to another stage; write it for all "
     "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
-    "as they are"
+    "as they are, and torch.autograd.grad of a sum has the gradients of all samples"
 )
 
 _pack = _refusal(
@@ -86,6 +91,21 @@ _refuse_to_assign = _refusal(
     "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
     "(register_buffer) and change that in place (copy_)"
 )
+
+
+def _gradients(
+    outputs: Any, weights: Any, _: Any, create_graph: bool, inputs: Any, *__: Any, **options: Any
+) -> Any:
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        with with_attributes([(torch.autograd, "_engine_run_backward", _RUN_BACKWARD)]):
+            return torch.autograd.grad(*args, **kwargs)
+
+    gradients = None
+    if get_proxy_mode() is None:
+        raise NotImplementedError  # the error of an earlier trace names the line
+    if not options["accumulate_grad"]:
+        gradients = traced_gradients(differentiate, outputs, weights, inputs, create_graph)
+    return _differentiate() if gradients is None else gradients
 
 
 @contextlib.contextmanager
@@ -117,7 +137,7 @@ def watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.Tensor, "register_hook", _hook),
         (torch._VF, "_pack_padded_sequence", _pack),
-        (torch.autograd, "_engine_run_backward", _differentiate),
+        (torch.autograd, "_engine_run_backward", _gradients),
         (vmap, "vmap_increment_nesting", _transform),
         (eager_transforms, "grad_increment_nesting", _transform),
         (eager_transforms, "jvp_increment_nesting", _transform),

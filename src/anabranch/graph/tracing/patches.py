@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.device.kinds import CPU
+from anabranch.graph.call_traits import value_inputs
 from anabranch.graph.flat_program import is_random, storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.ctc_loss import traceable
@@ -197,8 +198,8 @@ def _constant_calls(
             continue
         if node.op != "call_function" or is_random(node.target):
             return None
-        pending += [source for source in node.all_input_nodes if source not in reached]
-        reached.update(node.all_input_nodes)
+        pending += [source for source in value_inputs(node) if source not in reached]
+        reached.update(value_inputs(node))
     nodes = list(traced.graph.nodes)
     storages = {storage(node) for node in reached} - {None}
     if any(storage(target) in storages for node in nodes for target in written(node)):
@@ -243,12 +244,21 @@ def _computed(
         elif _is_batch_size(node):
             values[node] = times * node.meta["val"].node.hint
         else:
-            operands = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            operands = fx.map_arg(
+                (node.args, node.kwargs),
+                lambda read: values[read] if read in values else _alike(read.meta["val"], times),
+            )
             # A meta device has no values, and a GPU may not be here.
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), operands)
             values[node] = call(*args, **kwargs)
     result: torch.Tensor = values[calls[-1]]
     return result
+
+
+def _alike(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """Return a tensor of that type for so many times the samples, of which no entry is read."""
+    sizes = [times * n.node.hint if isinstance(n, torch.SymInt) else n for n in tensor.shape]
+    return torch.empty(sizes, dtype=tensor.dtype)
 
 
 class NoGradDetached(TorchFunctionMode):

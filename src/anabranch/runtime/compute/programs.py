@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from anabranch.errors import TrainingError
+from anabranch.graph.call_traits import draws
 from anabranch.graph.cutting.split import Split, StageProgram
 from anabranch.graph.opgraph_builder import make_sparse
 from anabranch.graph.reverted import put, written_state
@@ -28,7 +29,7 @@ from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
-from anabranch.runtime.numerics.dropout import BySample, draws, without_dropout
+from anabranch.runtime.numerics.dropout import BySample, without_dropout
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
-from anabranch.graph.call_traits import SampleAxis, arguments
+from anabranch.graph.call_traits import CHANCES, SampleAxis, draws
 from anabranch.graph.capture import Captured
 from anabranch.graph.cutting.split import StageProgram
-from anabranch.graph.flat_program import CALL, frame, schema_name
+from anabranch.graph.flat_program import CALL, frame, is_random, schema_name
 from anabranch.graph.samples.sample_axis import blocks, sample_axes
 from anabranch.runtime.numerics.random_ops import DRAWS, counters, draw, streams
 
@@ -32,26 +32,12 @@ _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
 """Operations whose random numbers have samples in the same dimension as their first argument."""
 
 
-_CHANCES = ("p", "dropout_p", "dropout")
-"""Names of the arguments with the probability of dropout."""
-
-
-def draws(node: fx.Node) -> bool:
-    """Return True if a call draws random numbers; dropout with p=0 or out of training does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    options = arguments(node)
-    idle = any(options.get(name) is False for name in ("train", "training"))
-    idle = idle or options.get("num_layers") == 1  # dropout of LSTMs is between layers
-    return not idle and not any(options.get(name) == 0 for name in _CHANCES)
-
-
 def chances(node: fx.Node) -> list[tuple[int, str]]:
     """Return place and name of the arguments of a call that are a probability of dropout."""
     target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+    if not is_random(target):
         return []
-    names = _CHANCES if "dropout" in schema_name(node) else _CHANCES[1:]  # not of bernoulli_
+    names = CHANCES if "dropout" in schema_name(node) else CHANCES[1:]  # not of bernoulli_
     return [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.name in names]
 
 
