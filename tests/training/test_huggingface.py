@@ -45,7 +45,6 @@ def _quick(monkeypatch):
     """
     quick = partial(planning.measure_workload, repeats=0)
     monkeypatch.setattr(planning, "measure_workload", quick)
-    monkeypatch.setattr(planning.OtherLoad, "remark", lambda *_: "")
     shorten(monkeypatch)
     for name in ("Bert", "Llama"):
         chosen = ARCHITECTURES[name]
