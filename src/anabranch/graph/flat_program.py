@@ -24,6 +24,8 @@ CALL = "call"
 IN_AUTOCAST = "in_autocast"
 """Key of a node's ``meta`` if the model itself has set or disabled autocast around it."""
 
+_NORMS = BATCH_NORMS | {"instance_norm"}
+
 CallKey = tuple[str, str, int]
 """Key of a call: module, operation, and number of such calls before it; the same in training and in
 evaluation mode, and for any number of samples."""
@@ -191,9 +193,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
-    is_norm = schema.name.removeprefix("aten::") in {*BATCH_NORMS, "instance_norm"}
     # Running mean and variance change; no schema says so.
-    positions = {3, 4} if is_norm and trains_norm(node) else set()
+    changes_means = schema.name.removeprefix("aten::") in _NORMS and trains_norm(node)
+    if not (schema.is_mutable or changes_means):
+        return []
+    positions = {3, 4} if changes_means else set()
     names = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
