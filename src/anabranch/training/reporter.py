@@ -86,7 +86,8 @@ class Reporter:
         optimizer = self._pipe.optimizer
         if optimizer is None or not self._callbacks:
             return None
-        return next(float(group["lr"]) for group in optimizer.param_groups if group["params"])
+        groups = optimizer.param_groups
+        return float(next((g for g in groups if g["params"]), groups[0])["lr"])
 
     def add(self, loss: float, seconds: float) -> None:
         """Take the loss of the next step, whose batch was noted."""
