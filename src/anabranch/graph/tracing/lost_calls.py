@@ -27,9 +27,11 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
+from anabranch.graph.flat_program import storage
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.custom_functions import operator_of
+from anabranch.graph.tracing.empty_selections import traced_node
 from anabranch.graph.tracing.inner_gradients import traced_gradients
 from anabranch.graph.user_lines import user_frame
 
@@ -88,8 +90,9 @@ _seed = _refusal(
 )
 
 _refuse_to_assign = _refusal(
-    "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
-    "(register_buffer) and change that in place (copy_)"
+    "assigns to the .data of a tensor, which tracing loses, other than new values of its shape to "
+    "a parameter or buffer: keep the value in a buffer (register_buffer) and change that in place "
+    "(copy_)"
 )
 
 
@@ -189,9 +192,28 @@ def _read(tensor: Any) -> Any:
 
 
 def _assign(tensor: Any, value: Any) -> None:
-    if not patches.is_in_torch(sys._getframe(1)):
+    """Assign to ``.data``: new values of a tensor of the module are copied into it."""
+    if patches.is_in_torch(sys._getframe(1)):
+        _DATA.__set__(tensor, value)
+    elif get_proxy_mode() is None:
+        raise NotImplementedError  # the error of an earlier trace names the line
+    elif _is_own(tensor) and not _is_own(value) and _type(tensor) == _type(value):
+        with torch.no_grad():
+            tensor.detach().copy_(value)
+    else:
         _refuse_to_assign()
-    _DATA.__set__(tensor, value)
+
+
+def _type(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """True for a traced parameter, buffer or tensor of the batch, or a view of one."""
+    if (node := traced_node(tensor)) is None:
+        return True
+    inputs = node.graph.find_nodes(op="placeholder")
+    return storage(node) in map(storage, inputs)
 
 
 def _require_gradient(tensor: Any, value: bool = True) -> Any:
