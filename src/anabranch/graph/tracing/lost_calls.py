@@ -217,7 +217,8 @@ def _is_own(tensor: torch.Tensor) -> bool:
 
 
 def _require_gradient(tensor: Any, value: bool = True) -> Any:
-    if isinstance(tensor, nn.Parameter) and value != _REQUIRES_GRAD.__get__(tensor):
-        _freeze()
-    _REQUIRES_GRAD.__set__(tensor, value)
+    if value != _REQUIRES_GRAD.__get__(tensor):  # which a result of calls may say again
+        if isinstance(tensor, nn.Parameter):
+            _freeze()
+        _REQUIRES_GRAD.__set__(tensor, value)
     return tensor
