@@ -99,15 +99,10 @@ _refuse_to_assign = _refusal(
 def _gradients(
     outputs: Any, weights: Any, _: Any, create_graph: bool, inputs: Any, *__: Any, **options: Any
 ) -> Any:
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
-        with with_attributes([(torch.autograd, "_engine_run_backward", _RUN_BACKWARD)]):
-            return torch.autograd.grad(*args, **kwargs)
-
-    gradients = None
     if get_proxy_mode() is None:
         raise NotImplementedError  # the error of an earlier trace names the line
-    if not options["accumulate_grad"]:
-        gradients = traced_gradients(differentiate, outputs, weights, inputs, create_graph)
+    arguments = outputs, weights, inputs, create_graph
+    gradients = None if options["accumulate_grad"] else traced_gradients(_RUN_BACKWARD, *arguments)
     return _differentiate() if gradients is None else gradients
 
 
@@ -195,25 +190,20 @@ def _assign(tensor: Any, value: Any) -> None:
     """Assign to ``.data``: new values of a tensor of the module are copied into it."""
     if patches.is_in_torch(sys._getframe(1)):
         _DATA.__set__(tensor, value)
-    elif get_proxy_mode() is None:
+        return
+    if get_proxy_mode() is None:
         raise NotImplementedError  # the error of an earlier trace names the line
-    elif _is_own(tensor) and not _is_own(value) and _type(tensor) == _type(value):
-        with torch.no_grad():
-            tensor.detach().copy_(value)
-    else:
+    is_alike = (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+    if not is_alike or not _is_own(tensor) or _is_own(value):
         _refuse_to_assign()
-
-
-def _type(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+    with torch.no_grad():
+        tensor.detach().copy_(value)
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
     """True for a traced parameter, buffer or tensor of the batch, or a view of one."""
-    if (node := traced_node(tensor)) is None:
-        return True
-    inputs = node.graph.find_nodes(op="placeholder")
-    return storage(node) in map(storage, inputs)
+    node = traced_node(tensor)
+    return node is None or storage(node) in map(storage, node.graph.find_nodes(op="placeholder"))
 
 
 def _require_gradient(tensor: Any, value: bool = True) -> Any:
