@@ -112,7 +112,7 @@ class Compiled(Generic[_Arguments, _Result]):
             self._machine_code = self._made(self.folder)
         try:
             result: _Result = self._machine_code(*args, **kwargs)
-        except (OSError, EOFError, UnpicklingError):  # from the cache: a full disk, a damaged file
+        except _UNREADABLE:
             rmtree(str(self.folder), ignore_errors=True)
             self._machine_code = self._made(None)
             result = self._machine_code(*args, **kwargs)
@@ -151,6 +151,10 @@ class Compiled(Generic[_Arguments, _Result]):
         finally:
             settings.CACHE_DIR = before
 
+
+_UNREADABLE = (OSError, EOFError, UnpicklingError, AttributeError, ImportError)
+"""Errors of the cache: a full disk, a damaged file, a class of an argument that is no longer there.
+"""
 
 _OPTIONS: Any = {"error_model": "numpy", "_nrt": False}
 """Without checks for division by zero, and without reference counts, as no function makes arrays: a

@@ -183,11 +183,14 @@ def _rows_advice(sizes: Mapping[str, tuple[int, ...]]) -> str:
     for name, size in sizes.items():
         if samples > 0 and size and size[0] > samples and size[0] % samples == 0:
             parts = (samples, size[0] // samples, *size[1:])
+            in_dict = "give the batch as a dict and " * name.isdigit()  # a place has no name
+            key = "NAME" if in_dict else repr(name)
             return (
                 f"; if {name} has the parts of {samples} samples one after the other, as patches "
-                f"of images, say so: Workload(..., rows={{{name!r}: {parts[1]}}}), or give it as "
-                f"{parts} and flatten the first two dimensions in the forward; a vision-language "
-                "model of transformers takes batches of anabranch.multimodal_batch as it is"
+                f"of images, {in_dict}say so: Workload(..., rows={{{key}: {parts[1]}}}), or give "
+                f"it as {parts} and flatten the first two dimensions in the forward; a "
+                "vision-language model of transformers takes batches of anabranch.multimodal_batch "
+                "as it is"
             )
     if several := [name for name, size in sizes.items() if size and size[0] > samples > 0]:
         return (

@@ -1,11 +1,17 @@
 """State that a forward changes."""
 
+from collections.abc import Callable
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import nn
 
+from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
+from anabranch.graph.cutting.split import split
+from tests.graph.chain import run_stages
+from tests.graph.nets import stage_each
 
 
 class Following(nn.Module):
@@ -26,3 +32,44 @@ def test_a_norm_that_is_changed_otherwise_as_well_is_told() -> None:
     """Running means are known to change with every micro-batch; a weight that follows is not."""
     captured = capture(Following(), (torch.randn(4, 4),))
     assert captured.graph.stateful == ("teacher.weight",)
+
+
+class Averaged(nn.Module):
+    """A layer, and a frozen one whose ``.data`` a function of both assigns (MoCo, ALBEF)."""
+
+    def __init__(self, follow: Callable[[nn.Parameter, nn.Parameter], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.follow = nn.Linear(4, 4), follow
+        self.teacher = deepcopy(self.layer).requires_grad_(False)
+        self.teacher.bias.fill_(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for own, other in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+            own.data = self.follow(own, other)
+        return (self.layer(x) - self.teacher(x)).square().mean()
+
+
+def test_new_values_that_are_assigned_to_data_are_copied() -> None:
+    """They are those of a plain call after a step."""
+    module = Averaged(lambda own, other: own.data * 0.5 + other.data * 0.5)
+    plain, batch = deepcopy(module), (torch.randn(4, 4),)
+    captured = capture(module, batch)
+    loss, _ = run_stages(split(captured, stage_each(captured), exact=True), batch)
+    assert torch.equal(loss, plain(*batch))
+    assert torch.equal(module.teacher.bias, plain.teacher.bias)
+
+
+@pytest.mark.parametrize(
+    "follow",
+    [
+        lambda own, other: other.data,  # from now on the two are one
+        lambda own, other: (own.data * 0.5).double(),
+        lambda own, other: own.data[:1] * 0.5,
+    ],
+)
+def test_anything_else_that_is_assigned_to_data_is_refused(
+    follow: Callable[..., torch.Tensor],
+) -> None:
+    """As a captured program cannot make another tensor of one."""
+    with pytest.raises(CaptureError, match=r"state.py:\d+ .*own.data = .*assigns to the .data"):
+        capture(Averaged(follow), (torch.randn(4, 4),))

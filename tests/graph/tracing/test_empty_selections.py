@@ -79,6 +79,39 @@ def by_number(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Ten
     return out
 
 
+def by_counts(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    counts = torch.bincount(chosen.flatten(), minlength=2).tolist()  # as DeepSeek-V3 asks
+    for e in range(2):
+        if counts[e] == 0:
+            continue
+        rows, slot = torch.where(chosen == e)
+        out[rows] += weights[rows, slot, None] * expert(e, x[rows])
+    return out
+
+
+def by_the_next_count(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    counts = torch.bincount(chosen.flatten(), minlength=3).tolist()
+    for e in range(2):
+        if counts[e + 1] == 0:
+            continue
+        rows, slot = torch.where(chosen == e)
+        out[rows] += weights[rows, slot, None] * expert(e, x[rows])
+    return out
+
+
+def by_weight(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    out = torch.zeros_like(x)
+    sums = torch.bincount(chosen.flatten(), weights.relu().flatten(), minlength=2)
+    for e in range(2):
+        if sums[e] == 0:
+            continue
+        rows, slot = torch.where(chosen == e)
+        out[rows] += weights[rows, slot, None] * expert(e, x[rows])
+    return out
+
+
 def hits(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     out = torch.zeros_like(x)
     mask = F.one_hot(chosen, num_classes=5).permute(2, 1, 0)  # no expert 4, as in DBRX
@@ -345,7 +378,18 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize(
     "mix",
-    [by_size, by_shape, by_length, or_zeros, by_number, hits, overwritten_hits, clears, first_ones],
+    [
+        by_size,
+        by_shape,
+        by_length,
+        or_zeros,
+        by_number,
+        by_counts,
+        hits,
+        overwritten_hits,
+        clears,
+        first_ones,
+    ],
 )
 def test_work_on_empty_selections_is_traced(mix: Callable[..., Tensor]) -> None:
     """Loss and gradients are those of the plain call, which leaves it out; a warning says so."""
@@ -367,6 +411,8 @@ def test_work_that_does_more_is_refused(mix: Callable[..., Tensor]) -> None:
 
 OTHERS = (
     *(
+        by_the_next_count,
+        by_weight,
         of_no_one,
         roots,
         of_no_row,

@@ -24,7 +24,7 @@ def curved(net: Net, h: Tensor) -> Tensor:
     """Second derivatives, through a result that autograd keeps (tanh)."""
     y = net.last(h.tanh())
     (slope,) = torch.autograd.grad(y, h, torch.ones_like(y), create_graph=True)
-    (bend,) = torch.autograd.grad(slope[:, 0].sum(), h, create_graph=True)
+    (bend,) = torch.autograd.grad(slope[:, 0].sum(), h.requires_grad_(), create_graph=True)
     return h + bend
 
 

@@ -267,8 +267,11 @@ def _of_symbol(number: Any) -> _Found:
 
 
 def _if_counts(truth: bool | None, total: Any) -> _Found:
-    """Return a truth with the entries of a mask, if ``total`` counts the mask's true entries."""
-    total = _stripped(total)
+    """Return a truth with a mask's true entries, or those of a class, if ``total`` counts them."""
+    total, part = _stripped(total), _call(total)
+    counts: Any = _stripped(part.args[0]) if _name(part) in ("select", "unbind") else None
+    if _name(counts) == "bincount" and counts.args[1] is None:
+        return truth, Selection(keys=(("eq", _key(counts.args[0]), total.args[-1]),))
     is_count = _name(total) == "sum" and _is_mask(total.args[0])
     return (truth, _of_mask(total)) if is_count else _NOTHING
 

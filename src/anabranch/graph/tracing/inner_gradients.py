@@ -28,22 +28,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anabranch.graph.call_traits import draws
 from anabranch.graph.flat_program import tensors, written
+from anabranch.graph.operations import words
 from anabranch.graph.tracing.empty_selections import traced_node
 
 _aten = torch.ops.aten
-_OVER_SAMPLES = (
-    _aten.mse_loss_backward,
-    _aten.smooth_l1_loss_backward,
-    _aten.huber_loss_backward,
-    _aten.binary_cross_entropy_backward,
-    _aten.nll_loss_backward,
-    _aten.nll_loss2d_backward,
-)
+_OVER_SAMPLES = [
+    getattr(_aten, f"{loss}_backward")
+    for loss in words("mse_loss smooth_l1_loss huber_loss binary_cross_entropy nll_loss nll_loss2d")
+]
 """Calls that divide by the number of their samples, which other calls say openly."""
 
 
 def traced_gradients(
-    differentiate: Callable[..., tuple[Tensor, ...]],
+    engine: Callable[..., tuple[Tensor, ...]],
     outputs: Sequence[Tensor],
     weights: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -54,7 +51,7 @@ def traced_gradients(
     tensor from elsewhere, or an input follows from another one.
 
     Args:
-        differentiate: ``torch.autograd.grad``.
+        engine: what ``torch.autograd.grad`` calls with these arguments.
     """
     mode: Any = get_proxy_mode()
     values = [v for v in (*outputs, *weights, *inputs) if isinstance(v, Tensor)]
@@ -77,10 +74,9 @@ def traced_gradients(
             args, kwargs = fx.map_arg((call.args, call.kwargs), value.__getitem__)
             target: Any = call.target
             value[call] = target(*args, **kwargs)
-        ends, origins, weighted = (
-            [value[n] for n in group] for group in (results, sources, factors)
-        )
-        gradients = differentiate(ends, origins, weighted, create_graph=True, allow_unused=True)
+        groups = results, factors, sources
+        ends, weighted, origins = (tuple(map(value.__getitem__, group)) for group in groups)
+        gradients = engine(ends, weighted, True, True, origins, True, accumulate_grad=False)
         return [*gradients, *(value[node] for node in (*sources, *calls))]
 
     rules: Any = get_decompositions(_OVER_SAMPLES)
@@ -107,18 +103,15 @@ def _calls_between(sources: Sequence[fx.Node], results: Sequence[fx.Node]) -> li
     those that make or change a tensor that one of them changes.
     """
     graph = results[0].graph
-    behind, pending = set[fx.Node](), [*sources]
-    while pending:
-        for user in pending.pop().users:
-            if user not in behind and any(v.is_floating_point() for v in tensors(user)):
-                behind.add(user)
-                pending.append(user)
-    between, pending = set[fx.Node](), [*results]
-    while pending:
-        node = pending.pop()
-        if node in behind and node not in between:
-            between.add(node)
-            pending += node.all_input_nodes
+    behind, ahead = set[fx.Node](), set(results)
+    for node in graph.nodes:
+        is_real = any(value.is_floating_point() for value in tensors(node))
+        if is_real and any(n in behind or n in sources for n in node.all_input_nodes):
+            behind.add(node)
+    for node in reversed(graph.nodes):
+        if node in ahead and node in behind:
+            ahead.update(node.all_input_nodes)
+    between = behind & ahead
     changed = {place for node in between for target in written(node) for place in _places(target)}
     if changed:
         between |= {n for n in graph.nodes if not changed.isdisjoint(_places(n))}
@@ -132,16 +125,16 @@ def _places(node: fx.Node) -> set[int]:
 
 def _placed(end: fx.Node, placed: dict[fx.Node, fx.Node], tracer: Any) -> fx.Node:
     """Return the node of a value of a derivative in the forward, with the calls that make it."""
-    missing, pending = set[fx.Node](), [end]
-    while pending:
-        node = pending.pop()
-        if node not in placed and node not in missing:
-            missing.add(node)
-            pending += node.all_input_nodes
+    missing = {end}
+    for node in reversed(end.graph.nodes):
+        if node in missing and node not in placed:
+            missing.update(node.all_input_nodes)
     for node in end.graph.nodes:
-        if node in missing and node.target is _aten.detach.default:
+        if node in placed or node not in missing:
+            continue
+        if node.target is _aten.detach.default:
             placed[node] = placed[node.args[0]]  # how autograd keeps a result of a call
-        elif node in missing:
+        else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), placed.__getitem__)
             placed[node] = tracer.create_node("call_function", node.target, args, kwargs)
             placed[node].meta["val"] = node.meta["val"]

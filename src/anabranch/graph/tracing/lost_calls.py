@@ -27,9 +27,11 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
+from anabranch.graph.flat_program import storage
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.custom_functions import operator_of
+from anabranch.graph.tracing.empty_selections import traced_node
 from anabranch.graph.tracing.inner_gradients import traced_gradients
 from anabranch.graph.user_lines import user_frame
 
@@ -88,23 +90,19 @@ _seed = _refusal(
 )
 
 _refuse_to_assign = _refusal(
-    "assigns to the .data of a tensor, which tracing loses: keep the value in a buffer "
-    "(register_buffer) and change that in place (copy_)"
+    "assigns to the .data of a tensor, which tracing loses, other than new values of its shape to "
+    "a parameter or buffer: keep the value in a buffer (register_buffer) and change that in place "
+    "(copy_)"
 )
 
 
 def _gradients(
     outputs: Any, weights: Any, _: Any, create_graph: bool, inputs: Any, *__: Any, **options: Any
 ) -> Any:
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
-        with with_attributes([(torch.autograd, "_engine_run_backward", _RUN_BACKWARD)]):
-            return torch.autograd.grad(*args, **kwargs)
-
-    gradients = None
     if get_proxy_mode() is None:
         raise NotImplementedError  # the error of an earlier trace names the line
-    if not options["accumulate_grad"]:
-        gradients = traced_gradients(differentiate, outputs, weights, inputs, create_graph)
+    arguments = outputs, weights, inputs, create_graph
+    gradients = None if options["accumulate_grad"] else traced_gradients(_RUN_BACKWARD, *arguments)
     return _differentiate() if gradients is None else gradients
 
 
@@ -189,13 +187,28 @@ def _read(tensor: Any) -> Any:
 
 
 def _assign(tensor: Any, value: Any) -> None:
-    if not patches.is_in_torch(sys._getframe(1)):
+    """Assign to ``.data``: new values of a tensor of the module are copied into it."""
+    if patches.is_in_torch(sys._getframe(1)):
+        _DATA.__set__(tensor, value)
+        return
+    if get_proxy_mode() is None:
+        raise NotImplementedError  # the error of an earlier trace names the line
+    is_alike = (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+    if not is_alike or not _is_own(tensor) or _is_own(value):
         _refuse_to_assign()
-    _DATA.__set__(tensor, value)
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """True for a traced parameter, buffer or tensor of the batch, or a view of one."""
+    node = traced_node(tensor)
+    return node is None or storage(node) in map(storage, node.graph.find_nodes(op="placeholder"))
 
 
 def _require_gradient(tensor: Any, value: bool = True) -> Any:
-    if isinstance(tensor, nn.Parameter) and value != _REQUIRES_GRAD.__get__(tensor):
-        _freeze()
-    _REQUIRES_GRAD.__set__(tensor, value)
+    if value != _REQUIRES_GRAD.__get__(tensor):  # which a result of calls may say again
+        if isinstance(tensor, nn.Parameter):
+            _freeze()
+        _REQUIRES_GRAD.__set__(tensor, value)
     return tensor

@@ -29,6 +29,7 @@ from anabranch.device.kinds import CPU
 from anabranch.graph.call_traits import value_inputs
 from anabranch.graph.flat_program import is_random, storage, written
 from anabranch.graph.module_state import with_attributes
+from anabranch.graph.tracing.adaptive_softmax import without_questions
 from anabranch.graph.tracing.ctc_loss import traceable
 from anabranch.graph.tracing.empty_selections import EmptySelections, traced_node
 from anabranch.graph.tracing.source_questions import passing_truth
@@ -396,5 +397,10 @@ def library_rules(*, dynamic: bool = True) -> contextlib.AbstractContextManager[
         modules = [*sys.modules.values()]  # some are None: those whose import is blocked
         asking = [m for m in modules if getattr(m, "__dict__", {}).get(name) is theirs]
         rules += [(module, name, torch.autocast) for module in asking]
-    rules.append((torch.autocast, "__init__", _on_real_device(torch.autocast.__init__)))
-    return with_attributes([*rules, (nn.Module, "_apply", _unless_moved(nn.Module._apply))])
+    changed = (
+        (torch.autocast, "__init__", _on_real_device),
+        (nn.Module, "_apply", _unless_moved),
+        (nn.AdaptiveLogSoftmaxWithLoss, "forward", without_questions),
+    )
+    rules += [(owner, key, make(getattr(owner, key))) for owner, key, make in changed]
+    return with_attributes(rules)
