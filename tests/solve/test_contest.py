@@ -1,5 +1,6 @@
 """A search goes on from its best plan, and only a shorter one takes its place."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -8,6 +9,7 @@ import pytest
 from anabranch.planner.base import RunOptions
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
+from anabranch.solve import contest
 from anabranch.solve.contest import Contest
 from anabranch.solve.schedule_choice import AUTO
 from anabranch.solve.settings import SearchBudget
@@ -114,3 +116,23 @@ def test_what_is_proposed_with_split_backwards_is_not_judged_without():
     contest.judge.consider([with_size(graph, 4)])
     contest.search_on()
     assert with_size(graph, 2) not in contest.judge.seconds()
+
+
+def test_rows_are_tried_with_shared_state_unless_far_behind_without(monkeypatch):
+    """Of rows with replicas: the limit is 10 s, and 1.2 times that is far. What does not fit
+    without shared state may fit with it.
+    """
+    cost = cost_model(((0, 1),), [1.0, 1.0], [1.0, 1.0], cluster(4))
+    near, far, unfit = graphs = [
+        StageGraph((Stage(("op0",), (0, 1), n), Stage(("op1",), (2, 3), n)), ((0, 1),), 8)
+        for n in (2, 4, 8)
+    ]
+    asked: list[tuple[bool, list[StageGraph]]] = []
+
+    def best_loop(cost, graphs, *rest):
+        asked.append((cost.shard_optimizer, [*graphs]))
+        return None, {near: 11.9, far: 12.1, unfit: math.inf}
+
+    monkeypatch.setattr(contest, "best_loop", best_loop)
+    Contest(cost, AUTO, None, SearchBudget(), may_share=True)._judge_loops(graphs, 10.0)
+    assert asked == [(False, graphs), (True, [near, unfit])]

@@ -141,11 +141,11 @@ def test_rows_that_do_not_fit_leave_their_places_to_others():
 def test_a_loop_has_to_be_below_the_limit():
     cost = row(4, 2)
     graph = stage_graph(chain(4), [(0,), (1,), (1,), (0,)], 2)
-    found = best_loop(cost, [graph], math.inf, LOOP_SCHEDULES)
+    found, _ = best_loop(cost, [graph], math.inf, LOOP_SCHEDULES)
     assert found is not None
     seconds, best = found
     assert best.proposal == graph
-    assert best_loop(cost, [graph], seconds, LOOP_SCHEDULES) is None
+    assert best_loop(cost, [graph], seconds, LOOP_SCHEDULES)[0] is None
 
 
 def test_lists_are_tried_where_other_schedules_are_well_behind():
@@ -154,7 +154,7 @@ def test_lists_are_tried_where_other_schedules_are_well_behind():
     """
     cost = cost_model(((0, 1),), [1.0, 2.0, 2.0], [2.0, 4.0, 4.0], cluster(2), value_bytes=0)
     graph = stage_graph(((0, 1),), [(0,), (1,), (0,)], 1)
-    found = best_loop(cost, [graph], 10.0, LOOP_SCHEDULES)
+    found, _ = best_loop(cost, [graph], 10.0, LOOP_SCHEDULES)
     assert found is not None
     assert found[0] == pytest.approx(9.0)
 

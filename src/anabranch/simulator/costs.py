@@ -205,6 +205,7 @@ class ModelCosts(StepCosts):
         stages = self.graph.stages
         return tuple(max(self.slower.get(d, 1.0) for d in stage.devices) for stage in stages)
 
+    @remembered
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """All values of the edge; those without a batch dimension go with every message."""
         values = self._values.get((source, target), ())
@@ -291,6 +292,10 @@ class ModelCosts(StepCosts):
         stages, kinds, _ = order.columns
         return float(np.cumsum([resident, *changes[stages, kinds].flat]).max())
 
+    @cached_property
+    def _least_in_flight(self) -> list[int]:
+        return least_in_flight(self.graph)
+
     def most_in_flight(self, stage: int, capacity: float) -> int:
         """Return how many micro-batches of a stage fit into ``capacity`` bytes of its devices.
         Stages of one device share the memory that is left when each holds its fewest.
@@ -299,7 +304,7 @@ class ModelCosts(StepCosts):
         together = {t for d in self.graph.stages[stage].devices for t in self.graph.stages_of[d]}
         if len(together) == 1:
             return int(held.most_in_flight(capacity, most))
-        least = least_in_flight(self.graph)
+        least = self._least_in_flight
         left = capacity - sum(float(self.held(t).peak(least[t])) for t in together)
         share = max(left, 0.0) / len(together)
         return min(most, least[stage] + int(share / (held.flight or share or 1.0)))

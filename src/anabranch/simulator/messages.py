@@ -165,8 +165,9 @@ def port_seconds(costs: StepCosts, graph: StageGraph) -> Mapping[int, float]:
         for port in route.ports:
             carried[port] += seconds
     for work in costs.all_reduces():
+        seconds = work.seconds
         for port in work.ports:
-            carried[port] += work.seconds
+            carried[port] += seconds
     return carried
 
 

@@ -351,4 +351,4 @@ def least_step_s(
     for s in works:
         behind[s] += max(least_sum_s(costs, work, s, stages[s].samples) for work in works[s])
         behind[s] += max(work.gather_s for work in works[s])
-    return longest(behind)
+    return longest(behind) if works else least_s

@@ -180,10 +180,14 @@ class Contest:
             if len(graphs) > SETTINGS.most_loops:  # by the prices with least memory; bounds agree
                 graphs = [*least_bounds(costs[-1], graphs, limit, ways[-1])]
             for cost in costs:
-                some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
-                if (better := best_loop(cost, some, limit, ways, passes)) is not None:
+                better, steps_s = best_loop(cost, graphs, limit, ways, passes)
+                if better is not None:
                     best = better
                     best_cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
+                # With shared state only those that may gain, and not far behind without it.
+                far_s = SETTINGS.schedules_near * limit
+                near = (g for g in graphs if not far_s < steps_s.get(g, 0.0) < math.inf)
+                graphs = [*filter(_is_replicated, near)]
             if best is None or best is before or self._improving is None:
                 break
             costs, ways, limit = [best_cost], [(best[1].schedule,)], best[0]

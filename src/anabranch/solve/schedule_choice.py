@@ -96,8 +96,11 @@ def split_backwards(
             own = Judge(ShortestStep(cost, (schedule,)))
             own.best_s = best_s
             own.consider([proposal])
+            own_s = own.seconds().values()
             if schedule not in LISTS:
-                known_s += [float(f"{seconds:.5g}") for seconds in own.seconds().values()]
+                known_s += [float(f"{seconds:.5g}") for seconds in own_s]
+            elif min(own_s, default=0.0) > SETTINGS.schedules_near * best_s:
+                break  # a list with more memory is not that much shorter
             if own.best is None or own.best_s >= best_s:
                 continue
             whole = Judge(ShortestStep(cost, AUTO))
@@ -115,9 +118,10 @@ def best_loop(
     limit: float,
     ways: Sequence[tuple[str, ...]],
     passes: int = SETTINGS.loop_passes,
-) -> tuple[float, ScheduledProposal] | None:
+) -> tuple[tuple[float, ScheduledProposal] | None, dict[StageGraph, float]]:
     """Return the seconds of the shortest step of some stage graphs whose devices have several
-    stages, and how it runs; None if it is not below a limit.
+    stages, and how it runs; None if it is not below a limit. Also return the least seconds of each
+    that was judged, infinity if it does not fit.
 
     Args:
         ways: schedules to try one after the other, as ``LOOP_SCHEDULES``; split backwards have to
@@ -144,7 +148,7 @@ def best_loop(
                 best = limit, judge.best
         if best is not None and not split and len(ways) > 1:
             limit *= 1 - auto.SETTINGS.split_gain
-    return best
+    return best, quick
 
 
 def least_bounds(
