@@ -172,12 +172,13 @@ def test_a_full_disk_is_no_error(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
-def test_a_damaged_file_is_compiled_anew(cache, kind):
-    """And replaced by the next process."""
+@pytest.mark.parametrize("content", [None, b"canabranch.compiled\nGone\n.", b"cgone\nGone\n."])
+def test_a_damaged_file_is_compiled_anew(cache, kind, content):
+    """And replaced by the next process. So is one with a class of an older version."""
     require_right(compiled(add_scaled))
     (path,) = cache.rglob(f"*.{kind}")
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content is None else content)
     require_right(compiled(add_scaled))
     assert not path.exists()
 
