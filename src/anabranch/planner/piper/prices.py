@@ -134,6 +134,5 @@ class DownsetPrices:
 
     def _held(self, footprint: StageFootprint, mode: Mode) -> Ints:
         """Return how many micro-batches can be in flight: 0 if none, over ``UNBOUNDED`` if all."""
-        return self.prices.headroom(footprint, mode.replicas, recompute=mode.recompute) + np.int32(
-            1
-        )
+        room = self.prices.headroom(footprint, mode.replicas, recompute=mode.recompute)
+        return room + np.int32(1)
