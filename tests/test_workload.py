@@ -85,6 +85,10 @@ def test_an_optimizer_where_its_recipe_should_be_is_refused_at_once(name):
             r"raised at .*, in <listcomp>: AttributeError: 'tuple' object has no attribute 'ndim'",
         ),
         (partial(torch.optim.SGD, momentun=0.9), r"raised at functools.partial\(.*'momentun'"),
+        (
+            lambda named: torch.optim.SGD([p for n, p in named if "table" in n], lr=0.1),
+            "raised at .*; of weight, bias, which are the parameters of one rank, it takes none",
+        ),
         (lambda named: None, "returned a NoneType; it has to return an optimizer of torch.optim"),
     ],
 )

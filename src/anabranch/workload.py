@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from anabranch.data.loaders import Loader, loader_of
 from anabranch.data.packed import PackedBatch, RowPacking
-from anabranch.errors import WorkloadError, naming_line
+from anabranch.errors import WorkloadError, naming_line, some
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
@@ -152,8 +152,18 @@ class Workload:
 
     def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Make the optimizer of the recipe for some parameters; WorkloadError if that fails."""
+        names = [name for name, _ in parameters]
         with patch.object(torch.optim.Optimizer, "add_param_group", _add_param_group):
-            return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
+            try:
+                return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
+            except WorkloadError as error:
+                if "empty parameter list" not in str(error):
+                    raise
+                raise WorkloadError(
+                    f"{error}; of {some(names)}, which are the parameters of one rank, it takes "
+                    "none: freeze those that are not trained (requires_grad_(False)), or give them "
+                    "a group of their own"
+                ) from error.__cause__
 
     def make_scheduler(
         self, optimizer: torch.optim.Optimizer

@@ -112,3 +112,5 @@ def test_remarks_on_predictions(monkeypatch: pytest.MonkeyPatch):
     assert remarks(local, 0.0) == []
     (said,) = remarks(cluster(3, machine=this_machine()), 0.0)
     assert said.startswith("3 ranks take turns on 2 cores: steps may take a third more or less")
+    (said,) = remarks(cluster(9, machine=this_machine()), 0.0)
+    assert "9 ranks take turns on 2 cores: steps may take many times as long" in said

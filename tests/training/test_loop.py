@@ -147,6 +147,13 @@ def test_without_a_flush_something_must_say_how_long() -> None:
         train_async(model.workload, plan(model, 2))
 
 
+def test_a_misspelt_argument_is_said_with_the_one_that_is_meant() -> None:
+    model = built("TwoBranch")
+    said = r"train has no argument 'evaluate_evry' \(is evaluate_every meant\?\)"
+    with pytest.raises(TypeError, match=said):
+        train(model.workload, plan(model, 2), steps=1, evaluate_evry=2)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_checkpoints_during_training_are_those_of_their_steps(is_async: bool, tmp_path: Path):
     """The last three of a run, of which two were written while it went on; training that goes on

@@ -60,6 +60,8 @@ def test_a_batch_needs_a_size(job: Workload) -> None:
     """Where the data takes any number of samples, the caller has to say one."""
     with pytest.raises(ValueError, match="give batch_size"):
         plan_workload(job, Cluster.preset("summit:1x2"))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        plan_workload(job, Cluster.preset("summit:1x2"), batchsize=8)
 
 
 def test_local_ranks_have_the_kept_calibration(

@@ -81,6 +81,10 @@ def is_local(cluster: Cluster) -> bool:
     return is_preset and cluster.calibration is None
 
 
+MOST_TO_A_CORE = 4
+"""Ranks that share a core at most in ``benchmarks/prediction``."""
+
+
 def remarks(cluster: Cluster, seconds: float = 0.1) -> list[str]:
     """Return sentences on what makes predictions for local ranks rough: ranks that share cores, and
     other processes that compute on this machine now, which are watched for ``seconds``.
@@ -89,9 +93,10 @@ def remarks(cluster: Cluster, seconds: float = 0.1) -> list[str]:
         return []
     sentences = []
     if cores := cluster.shared_cores:
+        is_compared = cluster.num_devices <= MOST_TO_A_CORE * cores
+        how = "a third more or less" if is_compared else "many times as long as predicted"
         sentences.append(
-            f"{cluster.num_devices} ranks take turns on {cores} cores: steps may take a third "
-            "more or less"
+            f"{cluster.num_devices} ranks take turns on {cores} cores: steps may take {how}"
         )
     if cluster.calibration is not None:
         load = OtherLoad()

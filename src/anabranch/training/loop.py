@@ -74,6 +74,7 @@ def train(
             from has all epochs already, or a callback raised.
         DataError: if ``evaluate_every`` is given, or ``steps`` is 0, and there is no held-out data.
         ValueError: if neither steps nor epochs are given, or ``evaluate_every`` is less than 1.
+        TypeError: for an argument that neither this function nor ``Pipeline`` has.
     """
     training = TrainingRun(
         Pipeline,

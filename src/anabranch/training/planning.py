@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from anabranch.calibration.kept import calibrated
@@ -56,7 +57,9 @@ def plan_workload(
         CaptureError: if the model cannot be captured.
         InfeasiblePlanError: if nothing fits the devices.
         ValueError: without a number of samples; for other errors see ``plan``.
+        TypeError: for an option that ``plan`` does not have.
     """
+    signature(plan).bind_partial(**options)  # before anything is measured
     size, where = batch_size or workload.batch_size, device or cluster.device
     cluster = calibrated(cluster)[0] if calibration else replace(cluster, calibration=None)
     if not size:

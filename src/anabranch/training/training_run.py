@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from anabranch.checkpoint.series import best_evaluation, mark_best, step_folder
-from anabranch.errors import DataError, TrainingError, warn
+from anabranch.errors import DataError, TrainingError, suggestion, warn
 from anabranch.plans.plan import Plan
 from anabranch.record import Evaluation, Run
 from anabranch.record.run import finite
@@ -57,6 +58,9 @@ class TrainingRun(Generic[_Pipe]):
         on_trained: Callable[[Run], None] | None = None,
         **options: Any,
     ) -> None:
+        known = {*signature(TrainingRun).parameters, *signature(kind).parameters}
+        for name in options.keys() - known:
+            raise TypeError(f"train has no argument {name!r}{suggestion(name, known)}")
         if steps is None and epochs is None:
             raise ValueError("give a number of steps or of epochs")
         require_evaluation(workload, evaluate_every, steps)
