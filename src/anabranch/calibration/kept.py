@@ -81,7 +81,7 @@ def is_local(cluster: Cluster) -> bool:
     return is_preset and cluster.calibration is None
 
 
-MOST_TO_A_CORE = 4
+MOST_TO_A_CORE = 2
 """Ranks that share a core at most in ``benchmarks/prediction``."""
 
 
