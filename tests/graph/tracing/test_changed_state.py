@@ -73,3 +73,31 @@ def test_anything_else_that_is_assigned_to_data_is_refused(
     """As a captured program cannot make another tensor of one."""
     with pytest.raises(CaptureError, match=r"state.py:\d+ .*own.data = .*assigns to the .data"):
         capture(Averaged(follow), (torch.randn(4, 4),))
+
+
+def old_values(module: Averaged, x: torch.Tensor) -> torch.Tensor:
+    old, module.teacher.bias.data = module.teacher.bias.data, module.teacher.bias * 0.5
+    return x * old
+
+
+def new_values(module: Averaged, x: torch.Tensor) -> torch.Tensor:
+    new = module.teacher.bias * 0.5
+    module.teacher.bias.data = new
+    new.add_(1)
+    return x
+
+
+def both(module: Averaged, x: torch.Tensor) -> torch.Tensor:
+    new = module.teacher.bias * 0.5
+    module.teacher.bias.data = new
+    module.teacher.bias.data.add_(1)
+    return x * new
+
+
+@pytest.mark.parametrize("use", [old_values, new_values, both])
+def test_values_of_data_that_go_by_two_names_are_refused(use: Callable[..., torch.Tensor]) -> None:
+    """An assignment joins or parts them, and a copy does not."""
+    module = Averaged(lambda own, other: own * 1)
+    module.layer.register_forward_pre_hook(lambda _, inputs: use(module, *inputs))
+    with pytest.raises(CaptureError, match=r"state.py:\d+ .*whose old values are read afterwards"):
+        capture(module, (torch.randn(4, 4),))

@@ -60,7 +60,37 @@ def attended(net: Net, h: Tensor) -> Tensor:
     return h + slope
 
 
-@pytest.mark.parametrize("body", [penalised, curved, scattered, fitted, looked_at, attended])
+def written_in_parts(net: Net, h: Tensor) -> Tensor:
+    """Through writes to parts of a tensor, whose results nobody reads but by the whole."""
+    y = (h * net.last(h)).tanh().clone()
+    y[:, 0] = y[:, 1] * 3
+    y[:, :2].mul_(2)
+    turned = torch.zeros_like(y)
+    turned[:, ::2] = -y[:, ::2]
+    (slope,) = torch.autograd.grad((y * turned).sum(), h, create_graph=True)
+    return h + slope
+
+
+def in_waves(net: Net, h: Tensor) -> Tensor:
+    """Through complex numbers."""
+    waves = torch.fft.rfft(h * net.last(h))
+    (slope,) = torch.autograd.grad(waves.abs().square().sum(), h, create_graph=True)
+    return h + slope
+
+
+BODIES = [
+    penalised,
+    curved,
+    scattered,
+    fitted,
+    looked_at,
+    attended,
+    written_in_parts,
+    in_waves,
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_a_gradient_inside_the_forward_is_part_of_the_program(body: Any) -> None:
     """Its own gradient too, in stages and for other numbers of samples."""
     captured = capture(Net(body), batch())
@@ -74,8 +104,13 @@ def nearer(net: Net, h: Tensor) -> Tensor:
     return h + torch.autograd.grad(error, h, create_graph=True)[0]
 
 
+def divided(net: Net, h: Tensor) -> Tensor:
+    error = F.soft_margin_loss(net.last(h), torch.ones(len(h), 1))
+    return h + torch.autograd.grad(error, h, create_graph=True)[0]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("body", [fitted, nearer])
+@pytest.mark.parametrize("body", [fitted, nearer, divided])
 def test_the_gradient_of_a_mean_over_the_samples_is_that_of_the_whole_batch(body: Any) -> None:
     """Though stages have micro-batches."""
     assert verify(Workload(Net(body), batch()), 2).is_good

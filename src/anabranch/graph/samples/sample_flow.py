@@ -356,16 +356,17 @@ class _Follower:
         elif name in operations.SCATTERS:
             # What is left of a constant is its own mean, and a sum where it is zero.
             is_linear = all_move or is_mean or _is_zero(sources[0])
-        elif name in ("add", "sub", "rsub"):
+        elif name in ("add", "sub", "rsub", "where"):
             # A constant is its own mean, and beside a sum weighed by the samples of a slice.
-            terms = node.args[:2]
-            weighed = [] if is_mean else constants(node, self.flows)
+            terms = node.args[-2:] if name == "where" else node.args[:2]
+            fixed = [] if is_mean else constants(node, self.flows)
+            weighed = [argument for argument in fixed if argument != "condition"]
             self.uses += [(node, Statistic(0, name, weighs=True)) for name in weighed]
             is_linear = is_mean or len(terms) == len(moving) + len(weighed) or 0 in terms
         elif name == "linear":
             is_linear = is_first and is_mean
         else:
-            is_linear = is_divided or (name in ("mul", "where") and len(moving) == 1)
+            is_linear = is_divided or (name == "mul" and len(moving) == 1)
         is_linear = is_linear and self.put_in(node, share=share)
         return Flow("mean" if is_mean or share else "sum", known) if is_linear else None
 

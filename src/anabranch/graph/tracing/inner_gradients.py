@@ -34,7 +34,10 @@ from anabranch.graph.tracing.empty_selections import traced_node
 _aten = torch.ops.aten
 _OVER_SAMPLES = [
     getattr(_aten, f"{loss}_backward")
-    for loss in words("mse_loss smooth_l1_loss huber_loss binary_cross_entropy nll_loss nll_loss2d")
+    for loss in words(
+        "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy nll_loss "
+        "nll_loss2d"
+    )
 ]
 """Calls that divide by the number of their samples, which other calls say openly."""
 
@@ -104,13 +107,19 @@ def _calls_between(sources: Sequence[fx.Node], results: Sequence[fx.Node]) -> li
     """
     graph = results[0].graph
     behind, ahead = set[fx.Node](), set(results)
+    reached, wanted = set[int](), {place for result in results for place in _places(result)}
     for node in graph.nodes:
-        is_real = any(value.is_floating_point() for value in tensors(node))
-        if is_real and any(n in behind or n in sources for n in node.all_input_nodes):
+        is_real = any(v.is_floating_point() or v.is_complex() for v in tensors(node))
+        inputs = node.all_input_nodes
+        follows = any(n in behind or n in sources or reached & _places(n) for n in inputs)
+        if is_real and follows:
             behind.add(node)
+            reached.update(place for target in written(node) for place in _places(target))
     for node in reversed(graph.nodes):
-        if node in ahead and node in behind:
-            ahead.update(node.all_input_nodes)
+        is_wanted = node in ahead or any(wanted & _places(target) for target in written(node))
+        if is_wanted and node in behind:
+            ahead.update((node, *node.all_input_nodes))
+            wanted.update(place for n in node.all_input_nodes for place in _places(n))
     between = behind & ahead
     changed = {place for node in between for target in written(node) for place in _places(target)}
     if changed:
@@ -125,10 +134,12 @@ def _places(node: fx.Node) -> set[int]:
 
 def _placed(end: fx.Node, placed: dict[fx.Node, fx.Node], tracer: Any) -> fx.Node:
     """Return the node of a value of a derivative in the forward, with the calls that make it."""
-    missing = {end}
+    missing, places = {end}, _places(end)
     for node in reversed(end.graph.nodes):
-        if node in missing and node not in placed:
-            missing.update(node.all_input_nodes)
+        is_written = any(places & _places(target) for target in written(node))
+        if node not in placed and (node in missing or is_written):
+            missing.update((node, *node.all_input_nodes))
+            places.update(place for n in node.all_input_nodes for place in _places(n))
     for node in end.graph.nodes:
         if node in placed or node not in missing:
             continue

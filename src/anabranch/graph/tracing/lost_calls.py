@@ -16,10 +16,11 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -27,7 +28,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
-from anabranch.graph.flat_program import storage
+from anabranch.graph.flat_program import storage, written
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.custom_functions import operator_of
@@ -126,8 +127,9 @@ def watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]
         checkpoints.add(_line())
         return plain(*args, **kwargs)
 
+    assigned: list[tuple[str, fx.Node]] = []
     replaced = [
-        (torch.Tensor, "data", property(_read, _assign)),
+        (torch.Tensor, "data", property(_read, partial(_assign, assigned=assigned))),
         (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _require_gradient)),
         (torch.Tensor, "requires_grad_", _require_gradient),
         *((owner, "manual_seed", _seed) for owner in (torch, torch.random)),
@@ -144,6 +146,13 @@ def watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]
     ]
     with with_attributes(replaced):
         yield
+    for line, copied in assigned:
+        if _is_shared(copied):
+            raise CaptureError(
+                f"{line} assigns to the .data of a tensor whose old values are read afterwards, or "
+                "whose new values are changed afterwards: change the tensor in place (copy_), and "
+                "clone what is to stay as it is"
+            )
 
 
 def _recomputed(
@@ -186,8 +195,10 @@ def _read(tensor: Any) -> Any:
     return _DATA.__get__(tensor) if is_torchs else tensor.detach()
 
 
-def _assign(tensor: Any, value: Any) -> None:
-    """Assign to ``.data``: new values of a tensor of the module are copied into it."""
+def _assign(tensor: Any, value: Any, *, assigned: list[tuple[str, fx.Node]]) -> None:
+    """Assign to ``.data``: new values of a tensor of the module are copied into it, which is noted
+    with the line.
+    """
     if patches.is_in_torch(sys._getframe(1)):
         _DATA.__set__(tensor, value)
         return
@@ -198,6 +209,24 @@ def _assign(tensor: Any, value: Any) -> None:
         _refuse_to_assign()
     with torch.no_grad():
         tensor.detach().copy_(value)
+    source = traced_node(value)
+    assert source is not None
+    copies = source.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    assigned.append((_line(), copies[-1]))
+
+
+def _is_shared(copied: fx.Node) -> bool:
+    """Return True if a copy in place of an assignment may be seen: old values are read afterwards,
+    by another name, or memory is changed that both have after the assignment.
+    """
+    nodes = list(copied.graph.nodes)
+    before, later = nodes[: nodes.index(copied)], nodes[nodes.index(copied) + 1 :]
+    own, new = map(storage, copied.all_input_nodes)
+    old = {node for node in before if node.op != "placeholder" and storage(node) == own}
+    changed = {storage(target) for node in later for target in written(node)}
+    read = {source for node in later for source in node.all_input_nodes}
+    is_read = any(storage(source) == new for source in read)
+    return not old.isdisjoint(read) or new in changed or (own in changed and is_read)
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
