@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from anabranch.data.packed import call_module
 from anabranch.errors import DataError
-from anabranch.graph.tracing.patches import library_rules
+from anabranch.graph.tracing.library_rules import library_rules
 from anabranch.multimodal import multimodal_batch
 from benchmarks.architectures.multimodal import END, IMAGE, NAMES, START, ragged, small
 

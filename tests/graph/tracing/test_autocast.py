@@ -12,7 +12,7 @@ from transformers.utils.generic import maybe_autocast
 from anabranch.graph.capture import capture
 from anabranch.graph.cutting.split import split
 from anabranch.graph.flat_program import CALL, gradient_types
-from anabranch.graph.tracing.patches import library_rules
+from anabranch.graph.tracing.library_rules import library_rules
 from tests import losses
 from tests.graph.chain import check_split, random_stages
 

@@ -17,7 +17,8 @@ from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.tracing.export import CaptureWarning
-from anabranch.graph.tracing.patches import library_rules, tracing_alone
+from anabranch.graph.tracing.library_rules import library_rules
+from anabranch.graph.tracing.patches import tracing_alone
 from tests.graph.chain import check_split
 from tests.graph.nets import one_stage
 

@@ -30,6 +30,7 @@ from anabranch.graph.tracing import patches
 from anabranch.graph.tracing.attributes_read import AttributesRead
 from anabranch.graph.tracing.empty_selections import EmptySelections
 from anabranch.graph.tracing.equal_masks import EqualMasks
+from anabranch.graph.tracing.library_rules import library_rules
 from anabranch.graph.tracing.lost_calls import watched
 from anabranch.graph.tracing.returned_loss import fields_of, is_fraction, scalars
 from anabranch.graph.user_lines import user_frame, user_line
@@ -118,7 +119,7 @@ def export(
                     known = [None if t is None or t.is_meta else t for _, t in inputs]
                     guards = patches.without_raising_guards(checks, selections, known, asked)
                     stack.enter_context(guards)
-                    stack.enter_context(patches.library_rules(dynamic=dynamic))
+                    stack.enter_context(library_rules(dynamic=dynamic))
                     stack.enter_context(patches.NoGradDetached())
                     stack.enter_context(EqualMasks())
                 exported = torch.export.export(
