@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -146,8 +147,9 @@ def watched(checkpoints: set[str], *, are_traced: bool = True) -> Iterator[None]
     ]
     with with_attributes(replaced):
         yield
+    uses = {graph: _Uses(graph) for graph in {copied.graph for _, copied in assigned}}
     for line, copied in assigned:
-        if _is_shared(copied):
+        if _is_shared(copied, uses[copied.graph]):
             raise CaptureError(
                 f"{line} assigns to the .data of a tensor whose old values are read afterwards, or "
                 "whose new values are changed afterwards: change the tensor in place (copy_), and "
@@ -215,18 +217,34 @@ def _assign(tensor: Any, value: Any, *, assigned: list[tuple[str, fx.Node]]) -> 
     assigned.append((_line(), copies[-1]))
 
 
-def _is_shared(copied: fx.Node) -> bool:
+def _is_shared(copied: fx.Node, uses: _Uses) -> bool:
     """Return True if a copy in place of an assignment may be seen: old values are read afterwards,
     by another name, or memory is changed that both have after the assignment.
     """
-    nodes = list(copied.graph.nodes)
-    before, later = nodes[: nodes.index(copied)], nodes[nodes.index(copied) + 1 :]
     own, new = map(storage, copied.all_input_nodes)
-    old = {node for node in before if node.op != "placeholder" and storage(node) == own}
-    changed = {storage(target) for node in later for target in written(node)}
-    read = {source for node in later for source in node.all_input_nodes}
-    is_read = any(storage(source) == new for source in read)
-    return not old.isdisjoint(read) or new in changed or (own in changed and is_read)
+    at = uses.position[copied]
+    changed = [uses.last_write.get(memory, 0) > at for memory in (own, new)]
+    is_old_read = any(
+        uses.position[node] < at < uses.last_read.get(node, 0)
+        for node in uses.names[own]
+        if node.op != "placeholder"
+    )
+    is_new_read = any(uses.last_read.get(node, 0) > at for node in uses.names[new])
+    return is_old_read or changed[1] or (changed[0] and is_new_read)
+
+
+class _Uses:
+    """Nodes of a graph by the memory of their values, and where each is read and written last."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.names: dict[int | None, list[fx.Node]] = defaultdict(list)
+        self.last_read: dict[fx.Node, int] = {}
+        self.last_write: dict[int | None, int] = {}
+        for node, i in self.position.items():
+            self.names[storage(node)].append(node)
+            self.last_read.update(dict.fromkeys(node.all_input_nodes, i))
+            self.last_write.update((storage(target), i) for target in written(node))
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
